@@ -1,0 +1,3 @@
+"""fedbench: personalised federated recommendation, benchmarked honestly and fast."""
+
+__version__ = "0.1.0"

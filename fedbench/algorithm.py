@@ -1,0 +1,144 @@
+"""The contract between an algorithm and the engine.
+
+An algorithm is a frozen dataclass: its fields are its flags (the sentence under a field is its --help text) and its methods are
+small pure functions. Those that run on a device are written for ONE client; the engine maps them over many.
+
+Names of tensors. A *table* has one row an item: [M, ...]. Which names are tables is said in `tables`. While a client trains it
+holds only the rows that its samples touch, [T, ...], and `batch.items` indexes into those rows; so an algorithm never needs to know.
+A table that `init_client` returns is the client's own (it is kept between rounds); one that only the server sends is shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fedbench.draw import Draw
+    from fedbench.engine import Uploads
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class World:
+    """What an algorithm may know about the federation."""
+
+    clients: int
+    items: int
+
+
+class Batch(NamedTuple):
+    """One step's samples of one client."""
+
+    items: Tensor
+    """[B] index into the rows that the client holds"""
+    label: Tensor
+    """[B] 1 for an interaction, 0 for a negative (or the rating)"""
+    weight: Tensor
+    """[B] 1 for a sample, 0 for padding"""
+
+
+class Phase(NamedTuple):
+    """One optimizer step a batch: the names it moves and how."""
+
+    names: tuple[str, ...]
+    lr: float
+    optimizer: str = "adam"
+    """adam or sgd; its state is new each round"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the server sends: the same tensors to everybody (`shared`), or row `slot[u]` of each of `personal` to client u."""
+
+    shared: Tensors = field(default_factory=dict)
+    personal: Tensors = field(default_factory=dict)
+    slot: Tensor | None = None
+    """[U] row of `personal` for each client, -1 for a client that is sent nothing"""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """Base of all algorithms. A subclass overrides a default by declaring the field again."""
+
+    rounds: int = 100
+    """communication rounds"""
+    clients_per_round: int | None = None
+    """clients a round (n); all of them if not given"""
+    local_epochs: int = 10
+    """passes over its own data that a client makes in a round (e)"""
+    batch_size: int = 256
+    """samples a local step"""
+    negatives: int = 4
+    """negative items drawn anew for each training interaction in each round"""
+    dim: int = 16
+    """size of an embedding (d)"""
+    sampling: str = "uniform"
+    """how a round's clients are chosen: uniform (anew each round) or queue (a shuffled queue that rotates, so that all take part)"""
+    stop_below: float = 0.0
+    """a client ends its local training when its running mean loss changes by less than this share in an epoch; 0: never"""
+
+    name: ClassVar[str] = ""
+    summary: ClassVar[str] = ""
+    """one line for --list"""
+    tables: ClassVar[tuple[str, ...]] = ("items",)
+    published: ClassVar[Mapping[str, Any]] = {}
+    """what `--recipe published` sets: the paper's own switches and hyper-parameters"""
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"sampling": ("uniform", "queue")}
+    """allowed words of the fields that take one; subclasses add theirs with `{**Algorithm.choices, ...}`"""
+
+    def check(self, world: World | None = None) -> None:
+        """Raise UsageError for values that make no sense. Called with no world before the data is loaded, with it afterwards."""
+
+    # ---- the server -------------------------------------------------------------------------------------------------
+    def init_server(self, world: World, draw: Draw) -> Tensors:
+        """What the server starts with."""
+        return {}
+
+    def answer(self, server: Tensors) -> Answer:
+        """What the server sends to the clients of the next round, and to all clients in evaluation."""
+        return Answer()
+
+    def aggregate(self, server: Tensors, uploads: Uploads, draw: Draw) -> Tensors:
+        """The server's step over a round's stacked uploads [n, ...]; it sees nothing else. `draw` is this round's randomness."""
+        return server
+
+    # ---- one client --------------------------------------------------------------------------------------------------
+    def init_client(self, world: World, draw: Draw) -> Tensors:
+        """What a client keeps between rounds: private, never sent unless `upload` returns it."""
+        return {}
+
+    def receive(self, own: Tensors, sent: Tensors) -> Tensors:
+        """What the client trains this round, from what it keeps and what it was sent (`sent` is {} if nothing). Row by row on tables."""
+        return {**own, **sent}
+
+    def phases(self, sent: Tensors) -> tuple[Phase, ...]:
+        """The optimizer steps of a batch, in order; () if the client does not train."""
+        return ()
+
+    def loss(self, held: Tensors, sent: Tensors, batch: Batch) -> Tensor:
+        """One client's mean loss over a batch: a scalar."""
+        raise NotImplementedError
+
+    def upload(self, held: Tensors, sent: Tensors) -> Tensors:
+        """Everything that leaves the device. Shared tables appear as the touched rows [T, ...] (their ids travel too), own tables whole."""
+        return {}
+
+    def score(self, own: Tensors, sent: Tensors) -> Tensor:
+        """[K] the client's score for each of the K item rows it is given; higher is better."""
+        raise NotImplementedError
+
+    def fused(self, sent: bool) -> Any:
+        """A description that lets the engine take a fused kernel instead of the generic path, or None (see fedbench/fused.py)."""
+        return None
+
+
+def bce(logits: Tensor, batch: Batch) -> Tensor:
+    """[B] -> scalar: mean binary cross-entropy over the samples that are not padding."""
+    losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label, weight=batch.weight, reduction="sum")
+    return losses / batch.weight.sum().clamp(min=1)

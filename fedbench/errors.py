@@ -1,0 +1,21 @@
+"""Errors that end a command: one line that says what, where and what to do, and an exit code."""
+
+from __future__ import annotations
+
+
+class FedbenchError(Exception):
+    """A run or trial failed (exit 1)."""
+
+    exit_code = 1
+
+
+class UsageError(FedbenchError):
+    """A flag, a config key or a combination of them is wrong (exit 2)."""
+
+    exit_code = 2
+
+
+class DataError(FedbenchError):
+    """Data cannot be had, or is not what it should be (exit 3)."""
+
+    exit_code = 3
