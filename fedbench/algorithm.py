@@ -125,8 +125,11 @@ class Algorithm:
         """One client's mean loss over a batch: a scalar."""
         raise NotImplementedError
 
-    def upload(self, held: Tensors, sent: Tensors) -> Tensors:
-        """Everything that leaves the device. Shared tables appear as the touched rows [T, ...] (their ids travel too), own tables whole."""
+    def upload(self, held: Tensors, sent: Tensors, samples: Tensor) -> Tensors:
+        """Everything that leaves the device. Shared tables appear as the touched rows [T, ...] (their ids travel too), own tables whole.
+
+        `samples` is the number of samples the client trained on; it leaves the device only if it is returned.
+        """
         return {}
 
     def score(self, own: Tensors, sent: Tensors) -> Tensor:

@@ -1,0 +1,159 @@
+"""FedEM: elastic merging (Breaking the Aggregation Bottleneck in Federated Recommendation, a personalised model merging approach).
+
+Every client keeps a user vector P, an item table Q of its own and an adapter, a small MLP. The server mixes the uploaded tables
+into a table G for each client: those of similar clients weigh more. Before it trains, a client moves each of its item rows towards
+G's: Q <- Q + rho·(G - Q), where its adapter chooses rho from [Q, G - Q] item by item, so that what is personal can stay.
+
+    client   merge G into Q; e epochs of BCE on P·(merged row); a client that was sent G first steps its adapter, then P and Q
+    upload   Q and the number of samples; never P, never the adapter
+    server   x_u = argmin |x|² - 2(p + alpha·sigma_u)ᵀx,  x >= 0, Σx = 1;   G_u = Σ_v x_uv Q_v
+             p: share of samples; sigma: similarity of the tables' first principal components
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedbench.aggregate import signatures, similarity, solve_weights, weighted_tables
+from fedbench.algorithm import Algorithm, Answer, Batch, Phase, Tensors, World, bce
+from fedbench.draw import Draw
+from fedbench.engine import Uploads
+from fedbench.errors import UsageError
+from fedbench.fused import DotBCE, ElasticBCE
+from fedbench.merge import MERGES, elastic, init_mlp, static
+from fedbench.registry import register
+
+
+@register("fedem", summary="elastic merging: own item tables, similarity-weighted aggregation, a learned merge")
+@dataclass(frozen=True)
+class FedEM(Algorithm):
+    rounds: int = 20
+    stop_below: float = 1e-4
+    alpha: float = 0.9
+    """weight of similarity beside the share of samples; near 0 all clients are averaged, at 0.9 a client is almost alone"""
+    adapter: tuple[int, ...] = (32, 16, 8, 1)
+    """layer sizes of the adapter MLP; the first must be twice --dim, the last 1"""
+    lr: float = 0.1
+    """local learning rate of Adam for the user vector and the item rows"""
+    lr_adapter: float = 0.1
+    """local learning rate of Adam for the adapter"""
+    merge: str = "elastic"
+    """how the server's table enters the client's: replace, static (a fixed share, --rho) or elastic (the adapter decides)"""
+    rho: float = 0.5
+    """the share of --merge static"""
+    aggregation: str = "both"
+    """weights from samples alone (avg), from similarity alone (sim), or from the quadratic program over both (both)"""
+    objective: str = "code"
+    """quadratic program of the authors' code (project p + alpha·sigma) or of their paper (project (p + alpha·sigma)/(1 + alpha))"""
+    similarity: str = "l2"
+    """similarity of two clients' signatures: l2 (1/(1 + distance)) or cos"""
+    agg_ratio: float = 1.0
+    """share of the round's clients whose tables are aggregated and that are sent a mixture; the published code takes 0.1"""
+    exclude_self: bool = False
+    """leave a client's similarity to itself (always 1) out"""
+    solver: str = "exact"
+    """exact (sorting) or cvxpy (a quadratic programming solver)"""
+    max_weight: float = 1.0
+    """no single client may weigh more than this in a mixture; below 1 cvxpy solves it"""
+    init_scale: float = 0.01
+    """standard deviation of the initial user vector and item table; the published code takes 1"""
+    same_start: bool = False
+    """all clients start from the same user vector and adapter, as in the published code; the item table is always the same at the start"""
+
+    published = {"rounds": 100, "agg_ratio": 0.1, "init_scale": 1.0, "same_start": True}
+    choices = {
+        **Algorithm.choices,
+        "merge": MERGES,
+        "aggregation": ("avg", "sim", "both"),
+        "objective": ("code", "paper"),
+        "similarity": ("l2", "cos"),
+        "solver": ("exact", "cvxpy"),
+    }
+
+    def check(self, world: World | None = None) -> None:
+        if self.alpha < 0:
+            raise UsageError(f"--alpha must be 0 or more, not {self.alpha:g}")
+        if self.merge == "elastic" and (len(self.adapter) < 2 or self.adapter[0] != 2 * self.dim or self.adapter[-1] != 1):
+            given = ",".join(map(str, self.adapter))
+            raise UsageError(f"--adapter {given} does not fit --dim {self.dim}: it must start with {2 * self.dim} and end with 1")
+        for name in ("agg_ratio", "max_weight"):
+            if not 0 < getattr(self, name) <= 1:
+                raise UsageError(f"--{name.replace('_', '-')} must be over 0 and at most 1, not {getattr(self, name):g}")
+        for name in ("lr", "lr_adapter", "init_scale"):
+            if getattr(self, name) <= 0:
+                raise UsageError(f"--{name.replace('_', '-')} must be over 0, not {getattr(self, name):g}")
+
+    # ---- client ------------------------------------------------------------------------------------------------------
+    def init_client(self, world: World, draw: Draw) -> Tensors:
+        mine = draw.same if self.same_start else draw
+        return {
+            "user": mine.normal("user", self.dim) * self.init_scale,
+            "items": draw.same.normal("items", world.items, self.dim) * self.init_scale,
+            "adapter": init_mlp(mine, "adapter", self.adapter),
+        }
+
+    def merged(self, own: Tensors, sent: Tensors) -> Tensor:
+        """[T, d]: the client's rows after one merge with the server's."""
+        if "items" not in sent:
+            return own["items"]
+        if self.merge == "elastic":
+            return elastic(own["items"], sent["items"], own["adapter"], self.adapter)
+        return static(own["items"], sent["items"], 1.0 if self.merge == "replace" else self.rho)
+
+    def receive(self, own: Tensors, sent: Tensors) -> Tensors:
+        return {**own, "items": self.merged(own, sent)}
+
+    def learns_merge(self, sent: bool) -> bool:
+        """The merge is part of the forward pass, and the adapter takes a step of its own."""
+        return sent and self.merge == "elastic"
+
+    def phases(self, sent: Tensors) -> tuple[Phase, ...]:
+        model = Phase(("user", "items"), self.lr)
+        return (Phase(("adapter",), self.lr_adapter), model) if self.learns_merge(bool(sent)) else (model,)
+
+    def loss(self, held: Tensors, sent: Tensors, batch: Batch) -> Tensor:
+        own = {**held, "items": held["items"][batch.items]}
+        rows = self.merged(own, {"items": sent["items"][batch.items]}) if self.learns_merge(bool(sent)) else own["items"]
+        return bce(rows @ held["user"], batch)
+
+    def fused(self, sent: bool) -> DotBCE:
+        return ElasticBCE(self.lr, sizes=self.adapter, lr_adapter=self.lr_adapter) if self.learns_merge(sent) else DotBCE(self.lr)
+
+    def upload(self, held: Tensors, sent: Tensors, samples: Tensor) -> Tensors:
+        return {"items": held["items"], "samples": samples}
+
+    def score(self, own: Tensors, sent: Tensors) -> Tensor:
+        return self.merged(own, sent) @ own["user"]
+
+    # ---- server ------------------------------------------------------------------------------------------------------
+    def answer(self, server: Tensors) -> Answer:
+        return Answer(personal={"items": server["tables"]}, slot=server["slot"]) if server else Answer()
+
+    def aggregate(self, server: Tensors, uploads: Uploads, draw: Draw) -> Tensors:
+        n = len(uploads.clients)
+        picked = draw.subset("aggregated", n, max(1, int(n * self.agg_ratio)))
+        tables = uploads.dense("items", picked)
+        weights = self.weights(tables, uploads.dense("samples", picked))
+        slot = torch.full((uploads.world.clients,), -1, device=tables.device)
+        slot[uploads.clients[picked]] = torch.arange(len(picked), device=tables.device)
+        return {"tables": weighted_tables(weights, tables), "slot": slot}
+
+    def weights(self, tables: Tensor, samples: Tensor) -> Tensor:
+        """[S, M, d], [S] -> [S, S]: row u says how much each table weighs in client u's mixture."""
+        p = (samples / samples.sum().clamp(min=1)).double()
+        if self.aggregation == "avg":
+            return solve_weights(p.expand(len(p), -1), self.solver, self.max_weight)
+        sigma = similarity(signatures(tables), self.similarity)
+        if self.exclude_self:
+            sigma.fill_diagonal_(0)
+        if self.aggregation == "sim":
+            sigma = sigma.clamp(min=0)
+            target = sigma / sigma.sum(dim=1, keepdim=True).clamp(min=1e-12)
+        else:
+            target = p + self.alpha * sigma
+            if self.objective == "paper":
+                target = target / (1 + self.alpha)
+        return solve_weights(target, self.solver, self.max_weight)

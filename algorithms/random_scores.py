@@ -1,0 +1,26 @@
+"""Random scores: what a ranking is worth that knows nothing. HR@10 beside 99 candidates is .10."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedbench.algorithm import Algorithm, Tensors, World
+from fedbench.draw import Draw
+from fedbench.registry import register
+
+
+@register("random", summary="random scores: chance level")
+@dataclass(frozen=True)
+class Random(Algorithm):
+    rounds: int = 1
+    negatives: int = 0
+
+    tables = ("score",)
+
+    def init_client(self, world: World, draw: Draw) -> Tensors:
+        return {"score": draw.uniform("score", world.items)}
+
+    def score(self, own: Tensors, sent: Tensors) -> Tensor:
+        return own["score"]

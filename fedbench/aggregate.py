@@ -1,0 +1,123 @@
+"""What a server does with a round's stacked uploads: sums, means, and weights from similarity. Parts that algorithms choose from."""
+
+from __future__ import annotations
+
+import warnings
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbench.errors import FedbenchError, UsageError
+
+AVERAGES = ("sum", "cohort", "touching")
+BLOCK = 1 << 26
+"""numbers a chunk of a large product may hold"""
+
+
+class Rows(NamedTuple):
+    """Rows of a shared table as the clients sent them, in the order of the cohort."""
+
+    client: Tensor
+    """[R] position in the cohort"""
+    item: Tensor
+    """[R]"""
+    value: Tensor
+    """[R, ...]"""
+    clients: int
+
+    def combine(self, items: int, how: str) -> Tensor:
+        """[M, ...]: the rows summed item by item, divided by nothing (sum), the cohort's size (cohort) or the senders of a row (touching)."""
+        total = self.value.new_zeros(items, *self.value.shape[1:]).index_add_(0, self.item, self.value)
+        if how == "sum":
+            return total
+        if how == "cohort":
+            return total / self.clients
+        senders = self.value.new_zeros(items).index_add_(0, self.item, self.value.new_ones(len(self.item)))
+        return total / senders.clamp(min=1).view(-1, *[1] * (total.dim() - 1))
+
+
+def signatures(tables: Tensor) -> Tensor:
+    """[S, M, d] -> [S, M]: each client's items along the first principal component of its table, the largest entry positive."""
+    scores = tables.new_empty(tables.shape[:2])
+    size = max(1, BLOCK // max(1, tables[0].numel()))
+    for chunk, out in zip(tables.split(size), scores.split(size), strict=True):
+        centred = chunk - chunk.mean(dim=1, keepdim=True)
+        covariance = centred.transpose(1, 2) @ centred
+        direction = torch.linalg.eigh(covariance.double()).eigenvectors[:, :, -1].to(tables.dtype)
+        out.copy_((centred @ direction.unsqueeze(-1)).squeeze(-1))
+        largest = out.gather(1, out.abs().argmax(dim=1, keepdim=True))
+        out.mul_(torch.where(largest < 0, -1.0, 1.0))
+    return scores
+
+
+def similarity(vectors: Tensor, measure: str) -> Tensor:
+    """[S, M] -> [S, S] in float64: 1 / (1 + distance) with values over 0.9 taken as 1 (l2), or the cosine (cos)."""
+    vectors = vectors.double()
+    if measure == "cos":
+        unit = torch.nn.functional.normalize(vectors, dim=1)
+        return unit @ unit.T
+    square = (vectors * vectors).sum(dim=1)
+    distance = (square[:, None] + square[None, :] - 2 * (vectors @ vectors.T)).clamp(min=0).sqrt()
+    distance.fill_diagonal_(0)
+    close = 1 / (1 + distance)
+    return torch.where(close > 0.9, 1.0, close)
+
+
+def project_to_simplex(target: Tensor) -> Tensor:
+    """[..., S] -> [..., S]: the nearest point with entries >= 0 that sum to 1; exact, by sorting."""
+    ordered = target.sort(dim=-1, descending=True).values
+    excess = ordered.cumsum(dim=-1) - 1
+    position = torch.arange(1, target.shape[-1] + 1, device=target.device, dtype=target.dtype)
+    support = (ordered * position > excess).sum(dim=-1, keepdim=True)
+    threshold = excess.gather(-1, support - 1) / support
+    return (target - threshold).clamp(min=0)
+
+
+@lru_cache(maxsize=8)
+def _problem(size: int, max_weight: float) -> tuple[Any, Any, Any]:
+    """One parametrised quadratic program for every row: minimise |x|² - 2 targetᵀx over the simplex with a cap."""
+    import cvxpy as cp
+
+    x, target = cp.Variable(size), cp.Parameter(size)
+    limits = [x >= 0, cp.sum(x) == 1] + ([x <= max_weight] if max_weight < 1 else [])
+    return cp.Problem(cp.Minimize(cp.sum_squares(x) - 2 * target @ x), limits), x, target
+
+
+def solve_weights(target: Tensor, solver: str, max_weight: float = 1.0) -> Tensor:
+    """[S, S] -> [S, S]: each row's x of `minimise |x|² - 2 targetᵀx, x >= 0, Σx = 1`, no entry over max_weight.
+
+    Without a cap that is the projection onto the simplex (exact); with one, and on request, cvxpy solves it.
+    """
+    size = target.shape[-1]
+    if max_weight * size < 1:
+        raise UsageError(f"--max-weight {max_weight:g} cannot hold for {size} aggregated clients: their weights must sum to 1; "
+                         f"use at least {1 / size:.4g} or aggregate more clients")  # fmt: skip
+    if solver == "exact" and max_weight >= 1:
+        return project_to_simplex(target)
+    problem, x, parameter = _problem(size, max_weight)
+    rows = []
+    for row in target.double().cpu().numpy():
+        parameter.value = row
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            problem.solve(solver="CLARABEL", tol_gap_abs=1e-12, tol_gap_rel=1e-12, tol_feas=1e-12)
+        if x.value is None:
+            raise FedbenchError(f"the aggregation weights could not be solved (cvxpy: {problem.status}); use --solver exact")
+        rows.append(_onto_limits(x.value, max_weight))
+    return torch.from_numpy(np.stack(rows)).to(target)
+
+
+def _onto_limits(x: np.ndarray, max_weight: float) -> np.ndarray:
+    """Remove a numerical solver's last rounding: entries within [0, max_weight] and a sum of 1, exactly."""
+    x = np.clip(x, 0, max_weight)
+    gap = 1 - x.sum()
+    room = (max_weight - x) if gap > 0 else x
+    return np.clip(x + gap * room / max(room.sum(), 1e-300), 0, max_weight)
+
+
+def weighted_tables(weights: Tensor, tables: Tensor) -> Tensor:
+    """[S, S], [S, M, d] -> [S, M, d]: every client's own mixture of all tables."""
+    return (weights.to(tables.dtype) @ tables.flatten(1)).view_as(tables)

@@ -1,0 +1,128 @@
+"""Randomness from who and when, never from order: every number is a hash of (seed, round, client, purpose, position).
+
+So a result does not depend on the size of a block, on the number of threads or workers, or on where a run was resumed.
+The generator is the splitmix64 finaliser over a counter; a key stands for (seed, round, client, purpose).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MUL1 = np.uint64(0xBF58476D1CE4E5B9)
+MUL2 = np.uint64(0x94D049BB133111EB)
+S11, S27, S30, S31 = np.uint64(11), np.uint64(27), np.uint64(30), np.uint64(31)
+TO_UNIT = 1.0 / (1 << 53)
+
+
+@njit(inline="always", cache=True)
+def mix(x):  # noqa: ANN001, ANN201
+    """uint64 -> uint64, every bit of x stirred into every bit of the result."""
+    x = (x ^ (x >> S30)) * MUL1
+    x = (x ^ (x >> S27)) * MUL2
+    return x ^ (x >> S31)
+
+
+@njit(inline="always", cache=True)
+def bits(key, counter):  # noqa: ANN001, ANN201
+    """The counter-th 64 random bits of a key."""
+    return mix(key + (np.uint64(counter) + np.uint64(1)) * GOLDEN)
+
+
+@njit(inline="always", cache=True)
+def unit(key, counter):  # noqa: ANN001, ANN201
+    """The counter-th uniform number of a key, in [0, 1)."""
+    return np.float64(bits(key, counter) >> S11) * TO_UNIT
+
+
+@njit(inline="always", cache=True)
+def below(key, counter, n):  # noqa: ANN001, ANN201
+    """The counter-th integer of a key, uniform on 0 .. n-1."""
+    return np.int64(unit(key, counter) * n)
+
+
+@njit(cache=True)
+def _keys(base, who):  # noqa: ANN001, ANN202
+    out = np.empty(who.size, np.uint64)
+    for i in range(who.size):
+        out[i] = mix(base + np.uint64(who[i] + 2) * GOLDEN)
+    return out
+
+
+@njit(parallel=True, cache=True)
+def _fill_uniform(keys, out):  # noqa: ANN001, ANN202
+    for c in prange(keys.size):
+        for i in range(out.shape[1]):
+            out[c, i] = unit(keys[c], i)
+
+
+@njit(parallel=True, cache=True)
+def _fill_normal(keys, out):  # noqa: ANN001, ANN202
+    """Box-Muller: positions 2i and 2i+1 of a row share two uniforms."""
+    width = out.shape[1]
+    for c in prange(keys.size):
+        for i in range(0, width, 2):
+            radius = math.sqrt(-2.0 * math.log(1.0 - unit(keys[c], i)))
+            angle = 2.0 * math.pi * unit(keys[c], i + 1)
+            out[c, i] = radius * math.cos(angle)
+            if i + 1 < width:
+                out[c, i + 1] = radius * math.sin(angle)
+
+
+def purpose_base(seed: int, when: int, purpose: str) -> np.uint64:
+    """uint64 that stands for (seed, round, purpose)."""
+    digest = hashlib.blake2b(f"{seed}/{when}/{purpose}".encode(), digest_size=8).digest()
+    return np.uint64(int.from_bytes(digest, "little"))
+
+
+def keys(seed: int, when: int, purpose: str, who: np.ndarray) -> np.ndarray:
+    """[n] uint64: one key for each of `who` (client numbers; -1 is the server)."""
+    return _keys(purpose_base(seed, when, purpose), np.ascontiguousarray(who, np.int64))
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The randomness an algorithm may use. With `clients` [C] every tensor has a leading client dimension, each row from its own stream."""
+
+    seed: int
+    when: int = 0
+    clients: np.ndarray | None = None
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    alike: bool = False
+
+    @property
+    def same(self) -> Draw:
+        """The same numbers for every client."""
+        return replace(self, alike=True)
+
+    def _tensor(self, purpose: str, shape: tuple[int, ...], fill) -> Tensor:  # noqa: ANN001
+        server = self.alike or self.clients is None
+        who = np.array([-1]) if server else self.clients
+        flat = np.empty((len(who), math.prod(shape)), np.float64 if self.dtype == torch.float64 else np.float32)
+        fill(keys(self.seed, self.when, purpose, who), flat)
+        out = torch.from_numpy(flat).view(len(who), *shape).to(self.device)
+        if self.clients is None:
+            return out[0]
+        return out.expand(len(self.clients), *shape) if self.alike else out
+
+    def normal(self, purpose: str, *shape: int) -> Tensor:
+        """Standard normal numbers; `purpose` names the stream."""
+        return self._tensor(purpose, shape, _fill_normal)
+
+    def uniform(self, purpose: str, *shape: int) -> Tensor:
+        """Uniform numbers in [0, 1); `purpose` names the stream."""
+        return self._tensor(purpose, shape, _fill_uniform)
+
+    def subset(self, purpose: str, n: int, k: int) -> Tensor:
+        """[k] different numbers of 0 .. n-1, ascending."""
+        order = np.empty((1, n))
+        _fill_uniform(keys(self.seed, self.when, purpose, np.array([-1])), order)
+        return torch.from_numpy(np.sort(np.argsort(order[0], kind="stable")[:k])).to(self.device)

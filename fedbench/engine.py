@@ -1,0 +1,394 @@
+"""The engine: write one client, run all of them.
+
+A cohort is cut into blocks of like clients; a block is one set of tensors with a leading client dimension C. The algorithm's
+functions for one client are mapped over it (torch.func.vmap), or, where the algorithm describes itself as something a fused kernel
+knows, the kernel runs the whole local training. Nothing inside a step waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+
+from fedbench import fused
+from fedbench.aggregate import Rows
+from fedbench.algorithm import Algorithm, Answer, Batch, Phase, Tensors, World
+from fedbench.draw import keys
+from fedbench.split import Samples, orders
+from fedbench.store import ClientStore
+
+FULL_ROWS = 1 << 17
+"""item rows of whole tables that are handled at once (merging and scoring)"""
+
+
+@dataclass(frozen=True)
+class Uploads:
+    """All that the server sees of a round, in the order of the cohort."""
+
+    world: World
+    clients: Tensor
+    """[n] client numbers"""
+    tensors: dict[str, Tensor | Rows] = field(default_factory=dict)
+
+    def rows(self, name: str) -> Rows:
+        """Touched rows of a shared table."""
+        value = self.tensors[name]
+        assert isinstance(value, Rows)
+        return value
+
+    def dense(self, name: str, picked: Tensor | None = None) -> Tensor:
+        """[n, ...] or, for the picked positions of the cohort, [S, ...]; no copy when all are picked."""
+        value = self.tensors[name]
+        assert isinstance(value, Tensor)
+        return value if picked is None or len(picked) == len(value) else value[picked]
+
+    def bytes(self) -> int:
+        """Size of everything in here that travelled: values, and 4 bytes for the id of each row."""
+        total = 0
+        for value in self.tensors.values():
+            tensor = value.value if isinstance(value, Rows) else value
+            total += tensor.numel() * tensor.element_size() + (4 * len(value.item) if isinstance(value, Rows) else 0)
+        return total
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round of a cohort left behind."""
+
+    uploads: Uploads
+    loss: Tensor
+    """[n] each client's running mean loss"""
+    bytes_down: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """C like clients packed in one tensor, on the run's device; short ones are padded."""
+
+    position: np.ndarray
+    """[C] positions in the cohort, on the host"""
+    clients: Tensor
+    """[C] client numbers"""
+    rows: Tensor
+    """[C, T] item numbers of the touched rows, padded with 0"""
+    valid: Tensor
+    """[R] positions in the flattened [C·T] that are not padding"""
+    local: Tensor
+    """[C, S] index into the touched rows"""
+    label: Tensor
+    """[C, S]"""
+    count: Tensor
+    """[C] samples"""
+    counts: np.ndarray
+    """[C] samples, on the host"""
+    touched: np.ndarray
+    """[C] rows, on the host"""
+    stream: np.ndarray
+    """[C] keys of the shuffles, on the host"""
+    sent: bool
+    """the server has something for these clients"""
+
+    def order(self, epoch: int, batch: int) -> Tensor:
+        """[C, S] the order of samples in an epoch; padding stays at the end."""
+        flat = np.empty(int(self.counts.sum()), np.int64)
+        ptr = np.concatenate([[0], np.cumsum(self.counts)])
+        orders(self.stream, ptr, epoch, batch, flat)
+        out = np.broadcast_to(np.arange(self.local.shape[1]), self.local.shape).copy()
+        _pad(flat, ptr, np.arange(len(self.counts)), out)
+        return torch.from_numpy(out).to(self.local.device)
+
+
+@njit(parallel=True, cache=True)
+def _pad(values, ptr, which, out):  # noqa: ANN001, ANN202
+    """out [C, W]: the CSR lists `which`, each at the start of its row; the rest of a row is left as it is."""
+    for c in prange(which.size):
+        start = ptr[which[c]]
+        for i in range(ptr[which[c] + 1] - start):
+            out[c, i] = values[start + i]
+
+
+def blocks(samples: Samples, sent: np.ndarray, batch: int, block_rows: int) -> Iterator[np.ndarray]:
+    """Positions in the cohort, cut into blocks of at most `block_rows` padded rows: with and without an answer apart, like sizes together."""
+    size = np.maximum(samples.touched, 1)
+    order = np.lexsort((size, -(-samples.counts // batch), sent))
+    start = 0
+    while start < len(order):
+        stop = start + 1
+        widest = size[order[start]]
+        while (
+            stop < len(order)
+            and sent[order[stop]] == sent[order[start]]
+            and max(widest, size[order[stop]]) * (stop + 1 - start) <= block_rows
+        ):
+            widest = max(widest, size[order[stop]])
+            stop += 1
+        yield order[start:stop]
+        start = stop
+
+
+def pack(samples: Samples, position: np.ndarray, stream: np.ndarray, sent: bool, dtype: torch.dtype, device: str) -> Block:
+    """One block's tensors, made on the host and moved once."""
+    count, touched = samples.counts[position], samples.touched[position]
+    rows = np.zeros((len(position), max(1, int(touched.max()))), np.int64)
+    local = np.zeros((len(position), max(1, int(count.max()))), np.int64)
+    label = np.zeros(local.shape, np.float64 if dtype == torch.float64 else np.float32)
+    _pad(samples.row, samples.row_ptr, position, rows)
+    _pad(samples.local, samples.ptr, position, local)
+    _pad(samples.label, samples.ptr, position, label)
+    valid = np.flatnonzero(np.arange(rows.shape[1]) < touched[:, None])
+
+    def move(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return Block(position, move(samples.clients[position]), move(rows), move(valid), move(local), move(label), move(count),
+                 count, touched, stream[position], sent)  # fmt: skip
+
+
+class Engine:
+    """Runs cohorts of one algorithm. Holds how to run (device, block size, kernels), not what was learnt."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        world: World,
+        seed: int,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        kernel: str = "auto",
+        block_rows: int | None = None,
+        compile: bool = False,
+    ) -> None:
+        self.algorithm, self.world, self.seed, self.device, self.dtype = algorithm, world, seed, device, dtype
+        self.kernels = kernel == "auto" and device == "cpu"
+        # A CPU block should stay in the L2 cache; a GPU wants as many rows as it can get.
+        self.block_rows = block_rows or (1 << 13 if device == "cpu" else 1 << 20)
+        self.step: Callable[..., Any] = torch.compile(step, dynamic=True) if compile else step
+
+    def run_cohort(self, server: Tensors, store: ClientStore, samples: Samples, when: int) -> Round:
+        """Every client of the cohort receives, trains and uploads; `store` is updated. Where a cohort runs is decided here alone."""
+        answer = self.algorithm.answer(server)
+        slot = None if answer.slot is None else answer.slot.cpu().numpy()[samples.clients]
+        sent = np.full(len(samples.clients), bool(answer.shared)) if slot is None else slot >= 0
+        stream = keys(self.seed, when, "shuffle", samples.clients)
+        losses = torch.zeros(len(samples.clients), dtype=torch.float64)
+        parts: list[tuple[Block, Tensors]] = []
+        for position in blocks(samples, sent, self.algorithm.batch_size, self.block_rows):
+            block = pack(samples, position, stream, bool(sent[position[0]]), self.dtype, self.device)
+            loss, part = self.run_block(block, answer, store)
+            losses[position] = loss.double().cpu()
+            parts.append((block, part))
+        return Round(self.collect(parts, store, samples), losses, bytes_down(answer, int(sent.sum()), self.world))
+
+    def run_block(self, block: Block, answer: Answer, store: ClientStore) -> tuple[Tensor, Tensors]:
+        """Receive, train, keep; returns the losses [C] and what the block uploads of shared tables."""
+        algorithm = self.algorithm
+        own_tables = [name for name in algorithm.tables if name in store.tensors]
+        if own_tables and block.sent:
+            merge_whole_tables(algorithm, block.clients, answer, store)
+        own = {n: t[block.clients[:, None], block.rows] if n in algorithm.tables else t[block.clients] for n, t in store.tensors.items()}
+        sent = sent_rows(answer, block, algorithm.tables)
+        held = own if own_tables and block.sent else vmapped(algorithm.receive, own, sent)
+        held, loss = self.train(block, held, sent)
+        for name in store.tensors:
+            if name in algorithm.tables:
+                flat = held[name].flatten(0, 1)[block.valid]
+                client = block.clients[:, None].expand_as(block.rows).reshape(-1)[block.valid]
+                store.tensors[name][client, block.rows.reshape(-1)[block.valid]] = flat
+            else:
+                store.write(block.clients, name, held[name])
+        if own_tables:
+            return loss, {}
+        return loss, vmapped(algorithm.upload, held, sent, block.count.to(self.dtype))
+
+    def train(self, block: Block, held: Tensors, sent: Tensors) -> tuple[Tensors, Tensor]:
+        """Local training of a block: by a fused kernel where one fits, else step by step over the mapped functions."""
+        loss = torch.zeros(len(block.clients), dtype=torch.float64, device=self.device)
+        phases = self.algorithm.phases(sent)
+        if not phases:
+            return held, loss
+        plan = self.algorithm.fused(block.sent) if self.kernels else None
+        if plan is None:
+            return self.train_generic(block, held, sent, phases)
+        a = self.algorithm
+        held = {name: value.contiguous() for name, value in held.items()}
+        names = [plan.user, plan.items] + ([plan.adapter] if isinstance(plan, fused.ElasticBCE) else [])
+        for name in names:  # kernels train in place; the algorithm's functions may have returned what they were given
+            held[name] = held[name].clone()
+        common = (block.stream, block.local.numpy(), block.label.numpy(), block.counts, block.touched,
+                  held[plan.user].numpy(), held[plan.items].numpy())  # fmt: skip
+        if isinstance(plan, fused.ElasticBCE):
+            fused.train_elastic(*common, sent[plan.items].contiguous().numpy(), held[plan.adapter].numpy(), np.array(plan.sizes),
+                                a.local_epochs, a.batch_size, plan.lr, plan.lr_adapter, a.stop_below, loss.numpy())  # fmt: skip
+        else:
+            fused.train_dot(*common, a.local_epochs, a.batch_size, plan.lr, a.stop_below, loss.numpy())
+        return held, loss
+
+    def train_generic(self, block: Block, held: Tensors, sent: Tensors, phases: tuple[Phase, ...]) -> tuple[Tensors, Tensor]:
+        """The same for any algorithm: vmap(grad) and a per-client optimizer, finished clients frozen by a mask."""
+        a = self.algorithm
+        optimizer = {n: new_state(held[n]) for phase in phases for n in phase.names}
+        progress = Progress.start(block.count, self.dtype)
+        for epoch in range(a.local_epochs):
+            order = block.order(epoch, a.batch_size)
+            for start in range(0, order.shape[1], a.batch_size):
+                take = order[:, start : start + a.batch_size]
+                weight = (take < block.count[:, None]).to(self.dtype)
+                batch = Batch(block.local.gather(1, take), block.label.gather(1, take), weight)
+                held, optimizer, progress = self.step(a.loss, phases, held, sent, batch, optimizer, progress)
+            progress = progress.after_epoch(epoch, a.stop_below)
+        return held, progress.mean()
+
+    def collect(self, parts: list[tuple[Block, Tensors]], store: ClientStore, samples: Samples) -> Uploads:
+        """Stack what the blocks uploaded in the order of the cohort, so that sums do not depend on how it was cut."""
+        n = len(samples.clients)
+        clients = torch.from_numpy(samples.clients).to(self.device)
+        tables = self.algorithm.tables
+        if any(name in store.tensors for name in tables):
+            own = store.read(clients, whole=n == self.world.clients)
+            counts = torch.from_numpy(samples.counts).to(self.device, self.dtype)
+            return Uploads(self.world, clients, vmapped(self.algorithm.upload, own, {}, counts))
+        tensors: dict[str, Tensor | Rows] = {}
+        position = torch.from_numpy(np.concatenate([block.position for block, _ in parts])).to(self.device)
+        for name in parts[0][1]:
+            if name not in tables:
+                stacked = torch.cat([part[name] for _, part in parts])
+                tensors[name] = torch.empty_like(stacked).index_copy_(0, position, stacked)
+                continue
+            value = torch.cat([part[name].flatten(0, 1)[block.valid] for block, part in parts])
+            item = torch.cat([block.rows.reshape(-1)[block.valid] for block, _ in parts])
+            client = np.concatenate([np.repeat(block.position, block.touched) for block, _ in parts])
+            order = torch.from_numpy(np.argsort(client, kind="stable")).to(self.device)
+            tensors[name] = Rows(torch.from_numpy(client).to(self.device)[order], item[order], value[order], n)
+        return Uploads(self.world, clients, tensors)
+
+
+def vmapped(function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function`, written for one client, over the leading client dimension of all tensors in its arguments."""
+    return vmap(function)(*arguments)
+
+
+def bytes_down(answer: Answer, clients: int, world: World) -> int:
+    """Size of what the server sent to that many clients."""
+    shared = sum(t.numel() * t.element_size() for t in answer.shared.values())
+    personal = sum(t[0].numel() * t.element_size() for t in answer.personal.values())
+    return clients * (shared + personal)
+
+
+def sent_rows(answer: Answer, block: Block, tables: tuple[str, ...]) -> Tensors:
+    """What the block's clients were sent: rows [C, T, ...] of tables, everything else whole [C, ...]."""
+    if not block.sent:
+        return {}
+    sent = {}
+    for name, value in answer.shared.items():
+        sent[name] = value[block.rows] if name in tables else value.expand(len(block.clients), *value.shape)
+    for name, value in answer.personal.items():
+        assert answer.slot is not None
+        slot = answer.slot[block.clients]
+        sent[name] = value[slot[:, None], block.rows] if name in tables else value[slot]
+    return sent
+
+
+def sent_whole(answer: Answer, clients: Tensor) -> Tensors:
+    """The same with whole tables [C, M, ...]; shared tensors are not copied."""
+    sent = {name: value.expand(len(clients), *value.shape) for name, value in answer.shared.items()}
+    if answer.slot is not None:
+        sent |= {name: value[answer.slot[clients]] for name, value in answer.personal.items()}
+    return sent
+
+
+def merge_whole_tables(algorithm: Algorithm, clients: Tensor, answer: Answer, store: ClientStore) -> None:
+    """`receive` on all rows of the clients' own tables: rows that no sample touches are merged too."""
+    items = max(store.tensors[name].shape[1] for name in algorithm.tables if name in store.tensors)
+    for chunk in clients.split(max(1, FULL_ROWS // items)):
+        for name, value in vmapped(algorithm.receive, store.read(chunk), sent_whole(answer, chunk)).items():
+            if name in store.tensors:
+                store.write(chunk, name, value)
+
+
+# ---- the generic local step ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where each client of a block stands in its local training; all [C]."""
+
+    steps: Tensor
+    active: Tensor
+    total: Tensor
+    seen: Tensor
+    before: Tensor
+
+    @staticmethod
+    def start(count: Tensor, dtype: torch.dtype) -> Progress:
+        zero = torch.zeros_like(count, dtype=dtype)
+        return Progress(zero, count > 0, zero, zero, zero)
+
+    def mean(self) -> Tensor:
+        return self.total / self.seen.clamp(min=1)
+
+    def after_epoch(self, epoch: int, tolerance: float) -> Progress:
+        """Freeze the clients whose running mean loss hardly changed."""
+        mean = self.mean()
+        active = self.active
+        if tolerance > 0 and epoch > 0:
+            active = active & ((mean - self.before).abs() / (self.before + 1e-5).abs() >= tolerance)
+        return Progress(self.steps, active, self.total, self.seen, torch.where(self.active, mean, self.before))
+
+
+def new_state(parameter: Tensor) -> tuple[Tensor, Tensor]:
+    """Adam's two moments."""
+    return torch.zeros_like(parameter), torch.zeros_like(parameter)
+
+
+def step(
+    loss: Callable[[Tensors, Tensors, Batch], Tensor],
+    phases: tuple[Phase, ...],
+    held: Tensors,
+    sent: Tensors,
+    batch: Batch,
+    optimizer: dict[str, tuple[Tensor, Tensor]],
+    progress: Progress,
+) -> tuple[Tensors, dict[str, tuple[Tensor, Tensor]], Progress]:
+    """One batch of every client in a block: each phase in turn, clients with nothing in this batch or finished unmoved."""
+    size = batch.weight.sum(dim=1)
+    moves = progress.active & (size > 0)
+    steps = progress.steps + moves.to(progress.steps.dtype)
+    optimizer = dict(optimizer)
+    value = progress.total.new_zeros(())
+    for phase in phases:
+
+        def of(part: Tensors, rest: Tensors, sent: Tensors, batch: Batch) -> Tensor:
+            return loss({**rest, **part}, sent, batch)
+
+        part = {name: held[name] for name in phase.names}
+        rest = {name: tensor for name, tensor in held.items() if name not in part}
+        gradient, value = vmapped(grad_and_value(of), part, rest, sent, batch)
+        for name in phase.names:
+            moved, optimizer[name] = update(held[name], gradient[name], optimizer[name], steps, moves, phase)
+            held = {**held, name: moved}
+    total = progress.total + torch.where(moves, value * size, torch.zeros_like(size))
+    seen = progress.seen + torch.where(moves, size, torch.zeros_like(size))
+    return held, optimizer, Progress(steps, progress.active, total, seen, progress.before)
+
+
+def update(
+    parameter: Tensor, gradient: Tensor, state: tuple[Tensor, Tensor], steps: Tensor, moves: Tensor, phase: Phase
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """One optimizer step of every client that moves; parameter and gradient [C, ...], steps and moves [C]."""
+    shape = (-1, *[1] * (parameter.dim() - 1))
+    moves = moves.view(shape)
+    if phase.optimizer == "sgd":
+        return torch.where(moves, parameter - phase.lr * gradient, parameter), state
+    steps = steps.clamp(min=1).view(shape)
+    first = fused.BETA1 * state[0] + (1 - fused.BETA1) * gradient
+    second = fused.BETA2 * state[1] + (1 - fused.BETA2) * gradient * gradient
+    rate = phase.lr / (1 - fused.BETA1**steps)
+    moved = parameter - rate * first / (second.sqrt() / (1 - fused.BETA2**steps).sqrt() + fused.EPSILON)
+    return torch.where(moves, moved, parameter), (torch.where(moves, first, state[0]), torch.where(moves, second, state[1]))

@@ -1,0 +1,127 @@
+"""Ranks and metrics. Every ranking metric is a function of one number a client: the rank of its held-out item.
+
+Ties count against the held-out item, and so does a score that is not a number: rank = 1 + how many of the others are not below it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbench.algorithm import Algorithm, Answer, Tensors
+from fedbench.engine import FULL_ROWS, sent_whole, vmapped
+from fedbench.split import Split
+from fedbench.store import ClientStore
+
+KS = (5, 10, 20)
+
+
+def ranks_among(scores: Tensor) -> Tensor:
+    """[C, 1 + K], the held-out item first -> [C]."""
+    return 1 + (~(scores[:, 1:] < scores[:, :1])).sum(dim=1)
+
+
+def ranking_metrics(rank: np.ndarray, prefix: str = "") -> dict[str, float]:
+    """[U] ranks from 1 -> HR@k and NDCG@k for k = 5, 10, 20, and MRR; one relevant item a client."""
+    rank = np.asarray(rank, np.float64)
+    gain = 1 / np.log2(rank + 1)
+    metrics = {f"{prefix}mrr": float((1 / rank).mean())}
+    for k in KS:
+        metrics[f"{prefix}hr_{k}"] = float((rank <= k).mean())
+        metrics[f"{prefix}ndcg_{k}"] = float(np.where(rank <= k, gain, 0).mean())
+    return metrics
+
+
+def spread(rank: np.ndarray) -> dict[str, float]:
+    """How unequal clients fare, on the reciprocal rank: the 10th percentile and the mean of the worst tenth."""
+    reciprocal = np.sort(1 / np.asarray(rank, np.float64))
+    worst = reciprocal[: max(1, len(reciprocal) // 10)]
+    return {"mrr_p10": float(np.percentile(reciprocal, 10)), "mrr_worst_decile": float(worst.mean())}
+
+
+def rating_metrics(predicted: np.ndarray, rating: np.ndarray, low: float, high: float) -> dict[str, float]:
+    """RMSE, MAE and accuracy (within half a point) of predictions clamped to the rating scale."""
+    error = np.clip(np.asarray(predicted, np.float64), low, high) - np.asarray(rating, np.float64)
+    return {
+        "rmse": float(np.sqrt((error**2).mean())),
+        "mae": float(np.abs(error).mean()),
+        "accuracy": float((np.abs(error) <= 0.5).mean()),
+    }
+
+
+class Evaluator:
+    """Ranks every client's held-out items: among the sampled candidates, and among all items it has not met."""
+
+    def __init__(self, algorithm: Algorithm, split: Split, device: str) -> None:
+        self.algorithm, self.split, self.device = algorithm, split, device
+        self.sampled = {
+            "val": self._first(split.val_item, split.val_candidates),
+            "test": self._first(split.test_item, split.test_candidates),
+        }
+
+    def _first(self, item: np.ndarray, candidates: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.concatenate([item[:, None], candidates], axis=1).astype(np.int64)).to(self.device)
+
+    def sampled_ranks(self, store: ClientStore, answer: Answer) -> dict[str, np.ndarray]:
+        """{"val": [U], "test": [U]} among the sampled candidates."""
+        width = {name: items.shape[1] for name, items in self.sampled.items()}
+        both = torch.cat([self.sampled["val"], self.sampled["test"]], dim=1)
+        out = np.empty((2, self.split.clients), np.int64)
+        for clients, sent in self._groups(answer, both.shape[1]):
+            items = both[clients]
+            own = {n: t[clients[:, None], items] if n in self.algorithm.tables else t[clients] for n, t in store.tensors.items()}
+            scores = vmapped(self.algorithm.score, own, self._sent(answer, clients, items) if sent else {})
+            where = clients.cpu().numpy()
+            out[0, where] = ranks_among(scores[:, : width["val"]]).cpu().numpy()
+            out[1, where] = ranks_among(scores[:, width["val"] :]).cpu().numpy()
+        return {"val": out[0], "test": out[1]}
+
+    def full_ranks(self, store: ClientStore, answer: Answer) -> dict[str, np.ndarray]:
+        """The same among all items outside the client's training items (for test, outside its validation item too)."""
+        split = self.split
+        out = np.empty((2, split.clients), np.int64)
+        for clients, sent in self._groups(answer, split.items):
+            where = clients.cpu().numpy()
+            scores = vmapped(self.algorithm.score, store.read(clients), sent_whole(answer, clients) if sent else {})
+            row, item = _training_pairs(split, where, self.device)
+            val = torch.from_numpy(split.val_item[where].astype(np.int64)).to(self.device)
+            test = torch.from_numpy(split.test_item[where].astype(np.int64)).to(self.device)
+            for position, target in enumerate((val, test)):
+                at_least = ~(scores < scores.gather(1, target[:, None]))
+                count = at_least.sum(dim=1)
+                count.index_add_(0, row, -at_least[row, item].to(count.dtype))
+                if position == 1:
+                    count -= at_least.gather(1, val[:, None])[:, 0].to(count.dtype)
+                out[position, where] = count.cpu().numpy()
+        return {"val": out[0], "test": out[1]}
+
+    def _groups(self, answer: Answer, width: int):  # noqa: ANN202
+        """Chunks of clients that were all sent something, or all nothing."""
+        everyone = torch.arange(self.split.clients, device=self.device)
+        if answer.slot is None:
+            groups = [(everyone, bool(answer.shared))]
+        else:
+            has = answer.slot >= 0
+            groups = [(everyone[has], True), (everyone[~has], False)]
+        for clients, sent in groups:
+            for chunk in clients.split(max(1, FULL_ROWS // width)):
+                if len(chunk):
+                    yield chunk, sent
+
+    def _sent(self, answer: Answer, clients: Tensor, items: Tensor) -> Tensors:
+        tables = self.algorithm.tables
+        sent = {n: v[items] if n in tables else v.expand(len(clients), *v.shape) for n, v in answer.shared.items()}
+        if answer.slot is not None:
+            slot = answer.slot[clients]
+            sent |= {n: v[slot[:, None], items] if n in tables else v[slot] for n, v in answer.personal.items()}
+        return sent
+
+
+def _training_pairs(split: Split, clients: np.ndarray, device: str) -> tuple[Tensor, Tensor]:
+    """(position in `clients`, item) of every training interaction of these clients."""
+    counts = split.train_counts[clients]
+    row = np.repeat(np.arange(len(clients)), counts)
+    offset = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    item = split.train_item[np.repeat(split.train_ptr[clients], counts) + offset].astype(np.int64)
+    return torch.from_numpy(row).to(device), torch.from_numpy(item).to(device)

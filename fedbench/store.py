@@ -1,0 +1,49 @@
+"""What clients keep between rounds, for all clients: name -> [U, ...]. Only a block's clients are read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbench.algorithm import Algorithm, Tensors, World
+from fedbench.draw import Draw
+
+CHUNK = 1 << 24
+"""numbers drawn at once while clients are initialised"""
+
+Allocate = Callable[[tuple[int, ...], torch.dtype, str], Tensor]
+
+
+def in_memory(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """Room for one name of all clients; a store on disk is another function of this form."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+class ClientStore:
+    """The private state of all clients, initialised chunk by chunk."""
+
+    def __init__(self, algorithm: Algorithm, world: World, draw: Draw, allocate: Allocate = in_memory) -> None:
+        self.tensors: Tensors = {}
+        one = algorithm.init_client(world, draw_for(draw, np.arange(1)))
+        size = max(1, CHUNK // max(1, sum(t[0].numel() for t in one.values())))
+        for name, value in one.items():
+            self.tensors[name] = allocate((world.clients, *value.shape[1:]), value.dtype, draw.device)
+        for start in range(0, world.clients if one else 0, size):
+            clients = np.arange(start, min(start + size, world.clients))
+            for name, value in algorithm.init_client(world, draw_for(draw, clients)).items():
+                self.tensors[name][start : start + len(clients)] = value
+
+    def read(self, clients: Tensor, whole: bool = False) -> Tensors:
+        """[C, ...] of each name; a view without a copy when `whole` says that `clients` are all of them in order."""
+        return {name: tensor if whole else tensor[clients] for name, tensor in self.tensors.items()}
+
+    def write(self, clients: Tensor, name: str, value: Tensor) -> None:
+        self.tensors[name][clients] = value
+
+
+def draw_for(draw: Draw, clients: np.ndarray) -> Draw:
+    """The same randomness with one stream for each of `clients`."""
+    return Draw(draw.seed, draw.when, clients, draw.dtype, draw.device)
