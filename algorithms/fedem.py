@@ -30,7 +30,7 @@ from fedbench.registry import register
 @register("fedem", summary="elastic merging: own item tables, similarity-weighted aggregation, a learned merge")
 @dataclass(frozen=True)
 class FedEM(Algorithm):
-    rounds: int = 20
+    rounds: int = 15
     stop_below: float = 1e-4
     alpha: float = 0.9
     """weight of similarity beside the share of samples; near 0 all clients are averaged, at 0.9 a client is almost alone"""
@@ -58,12 +58,14 @@ class FedEM(Algorithm):
     """exact (sorting) or cvxpy (a quadratic programming solver)"""
     max_weight: float = 1.0
     """no single client may weigh more than this in a mixture; below 1 cvxpy solves it"""
-    init_scale: float = 0.01
-    """standard deviation of the initial user vector and item table; the published code takes 1"""
-    same_start: bool = False
-    """all clients start from the same user vector and adapter, as in the published code; the item table is always the same at the start"""
+    init_items: float = 0.01
+    """standard deviation of the initial item table, the same table for all clients; the published code takes 1"""
+    init_user: float = 0.1
+    """standard deviation of the initial user vector; the published code takes 1"""
+    same_start: bool = True
+    """all clients start from one user vector and one adapter; apart, their item tables point nowhere in common and cannot be mixed"""
 
-    published = {"rounds": 100, "agg_ratio": 0.1, "init_scale": 1.0, "same_start": True}
+    published = {"rounds": 100, "agg_ratio": 0.1, "init_items": 1.0, "init_user": 1.0}
     choices = {
         **Algorithm.choices,
         "merge": MERGES,
@@ -82,7 +84,7 @@ class FedEM(Algorithm):
         for name in ("agg_ratio", "max_weight"):
             if not 0 < getattr(self, name) <= 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be over 0 and at most 1, not {getattr(self, name):g}")
-        for name in ("lr", "lr_adapter", "init_scale"):
+        for name in ("lr", "lr_adapter", "init_items", "init_user"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"--{name.replace('_', '-')} must be over 0, not {getattr(self, name):g}")
 
@@ -90,8 +92,8 @@ class FedEM(Algorithm):
     def init_client(self, world: World, draw: Draw) -> Tensors:
         mine = draw.same if self.same_start else draw
         return {
-            "user": mine.normal("user", self.dim) * self.init_scale,
-            "items": draw.same.normal("items", world.items, self.dim) * self.init_scale,
+            "user": mine.normal("user", self.dim) * self.init_user,
+            "items": draw.same.normal("items", world.items, self.dim) * self.init_items,
             "adapter": init_mlp(mine, "adapter", self.adapter),
         }
 

@@ -1,0 +1,128 @@
+"""The edge: every command ends here, in an exit code and at most one line of error."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import statistics
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fedbench import registry
+from fedbench.errors import FedbenchError, UsageError
+
+Command = Callable[[list[str]], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`train.py`: one run, or one a seed."""
+    return guard(train, list(sys.argv[1:] if argv is None else argv))
+
+
+def train(argv: list[str]) -> int:
+    """What `main` does, with errors raised."""
+    from fedbench import config
+
+    request = config.parse(argv)
+    if request.list:
+        print(listing())
+    elif request.print_config:
+        shown = [run.to_dict() for run in request.configs]
+        print(json.dumps(shown[0] if len(shown) == 1 else shown, indent=2))
+    else:
+        from fedbench.run import run
+
+        summaries = [run(one) for one in request.configs]
+        if len(summaries) > 1:
+            print(over_seeds(summaries))
+    return 0
+
+
+def show_list(argv: list[str]) -> int:
+    """`python -m fedbench list`"""
+    if argv:
+        raise UsageError(f"list takes no flags, but was given {argv[0]!r}")
+    print(listing())
+    return 0
+
+
+def listing() -> str:
+    """Algorithms and datasets, one line each."""
+    rows = [("algorithms", "")]
+    rows += [(f"  {name}", cls.summary) for name, cls in registry.algorithms().items()]
+    rows += [("datasets", "")]
+    for name, entry in registry.datasets().items():
+        also = f" (also: {', '.join(entry.aliases)})" if entry.aliases else ""
+        rows.append((f"  {name}", entry.summary + also))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {summary}".rstrip() for name, summary in rows)
+
+
+def over_seeds(summaries: Sequence[dict[str, Any]]) -> str:
+    """Mean and sample standard deviation of each test metric over runs that differ in the seed alone."""
+    first = summaries[0]
+    leaky = " LEAKY" if any(summary.get("leaky") for summary in summaries) else ""
+    seeds = ", ".join(str(summary["seed"]) for summary in summaries)
+    lines = [f"{first['algo']} on {first['dataset']}, protocol {first['protocol']}{leaky}, test over seeds {seeds}:"]
+    for name in first["test"]:
+        values = [summary["test"].get(name) for summary in summaries]
+        if all(isinstance(value, int | float) for value in values):
+            lines.append(f"  {name:<16} {statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}")
+    return "\n".join(lines)
+
+
+def guard(command: Command, argv: list[str]) -> int:
+    """Run a command; whatever it raises becomes one line on stderr and an exit code."""
+    debug = "--debug" in argv
+    try:
+        code = _exit_code(command, argv)
+        sys.stdout.flush()
+        return code
+    except FedbenchError as error:
+        return report_error(str(error), error.exit_code, debug)
+    except KeyboardInterrupt:
+        return report_error("interrupted", 130, debug)
+    except BrokenPipeError as error:
+        if _stdout_is_closed():
+            return 1
+        return _report_internal(error, debug)
+    except Exception as error:
+        return _report_internal(error, debug)
+
+
+def _exit_code(command: Command, argv: list[str]) -> int:
+    try:
+        return command(argv)
+    except SystemExit as end:  # argparse, after --help
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+
+
+def report_error(message: str, code: int, debug: bool = False, kind: str = "error") -> int:
+    """One line on stderr, after the traceback if wanted; gives the exit code back."""
+    if debug:
+        traceback.print_exc()
+    line = " ".join(message.split())
+    print(f"fedbench: {kind}: {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in line)}", file=sys.stderr)
+    return code
+
+
+def _report_internal(error: Exception, debug: bool) -> int:
+    hint = "" if debug else " (run again with --debug for the traceback)"
+    return report_error(f"{type(error).__name__}: {error}{hint}", 1, debug, kind="internal error")
+
+
+def _stdout_is_closed() -> bool:
+    """True if nobody reads stdout any more; then what is left in the buffer goes nowhere, so that Python ends in silence."""
+    try:
+        stdout = sys.stdout.fileno()
+    except OSError:  # not a real file
+        return False
+    poll = select.poll()
+    poll.register(stdout, 0)
+    closed = any(event & select.POLLERR for _, event in poll.poll(0))
+    if closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
+    return closed

@@ -1,0 +1,581 @@
+"""From the command line to a RunConfig: defaults < recipe < config file < flags.
+
+Flags are fields: those of RunConfig, Protocol, DatasetOptions and of the chosen algorithm. A value from the command line and one
+from a file pass through the same `Flag.read`, so both are checked alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
+
+from fedbench import protocol as protocols
+from fedbench import registry
+from fedbench.algorithm import Algorithm
+from fedbench.data import DatasetOptions
+from fedbench.errors import UsageError
+from fedbench.protocol import PRESETS, Protocol
+
+RECIPES = ("clean", "published")
+CHOICES = {"protocol": tuple(PRESETS), "recipe": RECIPES, "dtype": ("float32", "float64"), "kernel": ("auto", "off")}
+AT_LEAST = {
+    **dict.fromkeys(("rounds", "clients_per_round", "local_epochs", "batch_size", "dim", "eval_negatives"), 1),
+    **dict.fromkeys(("users", "items", "interactions", "threads", "block_rows", "eval_every"), 1),
+    **dict.fromkeys(("negatives", "stop_below", "min_interactions", "seed", "split_seed", "data_seed"), 0),
+}
+SHORT = {"clients_per_round": "-n", "local_epochs": "-e"}
+SYNTHETIC = ("users", "items", "interactions", "data_seed")
+MOST_SEEDS = 1000
+NOT_HASHED = (
+    *("recipe", "device", "threads", "compile", "kernel", "block_rows", "out", "resume", "mlflow", "experiment"),
+    *("quiet", "debug", "data_dir", "cache_dir"),
+)
+"""what moves no result beyond rounding, and `recipe`, whose effect is in the fields"""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All that a run is told. Fields of plain types are flags: the sentence under a field is its --help text."""
+
+    algo: str
+    """the algorithm: a name from --list, or a path to a .py file that holds one"""
+    algorithm: Algorithm
+    dataset: str
+    """the data: a name from --list, or a path to a .csv file (user,item[,rating][,time])"""
+    data: DatasetOptions = DatasetOptions()
+    protocol: Protocol = Protocol()
+    """how data is split and ranked: clean (no leak), ncf (the NCF paper's files), published (as the FedEM code: LEAKS)"""
+    recipe: str = "clean"
+    """the algorithm's switches: clean, or published (its paper's own); follows --protocol if not given"""
+    seed: int = 0
+    """seed of everything but the split"""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1 or mps"""
+    dtype: str = "float32"
+    """precision of the tensors"""
+    threads: int | None = None
+    """CPU threads; what torch takes if not given"""
+    compile: bool = False
+    """compile the training step with torch.compile: slow to start, faster rounds"""
+    kernel: str = "auto"
+    """fused CPU kernels: auto (where the algorithm has one) or off"""
+    block_rows: int | None = None
+    """rows of clients' tables in one block; chosen from cache or memory size if not given"""
+    eval_every: int = 1
+    """rounds between two evaluations"""
+    out: Path | None = None
+    """folder of the run; runs/<dataset>/<algo>/<time>-<hash> if not given"""
+    resume: str = "auto"
+    """auto (go on where the run in --out stopped), never, or the folder of the run to go on with"""
+    mlflow: bool = True
+    """mirror the run in MLflow"""
+    experiment: str = "fedbench"
+    """name of the MLflow experiment"""
+    quiet: bool = False
+    """no progress bar, only warnings and the result"""
+    debug: bool = False
+    """show tracebacks and debug messages"""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every flag's value, flat and ready for JSON; `--config` reads it back."""
+        own = {**_values(self), "protocol": self.protocol.name}
+        parts = {**_values(self.protocol), **_values(self.data), **_values(self.algorithm)}
+        hidden = ("algorithm", "data", "name", "ncf")
+        return {key: _plain(value) for key, value in {**own, **parts}.items() if key not in hidden}
+
+    def hash8(self) -> str:
+        """8 hex digits of what determines the result. A file counts by its content, not by its path."""
+        values = {key: value for key, value in self.to_dict().items() if key not in NOT_HASHED}
+        values |= {"algo": _identity(self.algo), "dataset": _identity(self.dataset)}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+
+
+class Request(NamedTuple):
+    """What the command line asks for."""
+
+    configs: list[RunConfig]
+    """one a seed; empty with --list"""
+    list: bool
+    print_config: bool
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag or config key."""
+
+    key: str
+    kind: Any
+    default: Any
+    help: str
+    choices: tuple[str, ...] = ()
+
+    @property
+    def option(self) -> str:
+        return "--" + self.key.replace("_", "-")
+
+    @property
+    def spelling(self) -> str:
+        return f"{SHORT[self.key]}/{self.option}" if self.key in SHORT else self.option
+
+    @property
+    def item_kind(self) -> Any:
+        """The type without `None`, and of one member if it is a tuple."""
+        kinds = [kind for kind in _members(self.kind) if kind is not NoneType]
+        return get_args(kinds[0])[0] if get_origin(kinds[0]) is tuple else kinds[0]
+
+    @property
+    def is_tuple(self) -> bool:
+        return any(get_origin(kind) is tuple for kind in _members(self.kind))
+
+    def read(self, value: object, where: str) -> Any:
+        """A word of the command line or a value of a file as this flag's type, or a UsageError that opens with `where`."""
+        if NoneType in _members(self.kind) and (value is None or value == "none"):
+            return None
+        if not self.is_tuple:
+            return self._read_one(value, where)
+        if isinstance(value, str):
+            value = [word.strip() for word in value.split(",")]
+        if not isinstance(value, list | tuple):
+            raise UsageError(f"{where} must be a list such as 32,16,8, not {value!r}")
+        return tuple(self._read_one(member, where) for member in value)
+
+    def _read_one(self, value: object, where: str) -> Any:
+        try:
+            result: Any = _READ[self.item_kind](value)
+        except (ValueError, TypeError, OverflowError):
+            shown = value if isinstance(value, int | float) and not isinstance(value, bool) else repr(value)
+            raise UsageError(f"{where} must be {_EXPECTED[self.item_kind]}, not {shown}") from None
+        if self.choices and result not in self.choices:
+            raise UsageError(f"{where} must be one of {', '.join(self.choices)}, not {value!r}")
+        if self.key in AT_LEAST and result < AT_LEAST[self.key]:
+            raise UsageError(f"{where} must be at least {AT_LEAST[self.key]}, not {result}")
+        return result
+
+
+def _read_int(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError
+    number = int(value)
+    if abs(number) >= 2**63:
+        raise OverflowError
+    return number
+
+
+def _read_float(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError
+    return number
+
+
+def _read_str(value: object) -> str:
+    if not isinstance(value, str) or not value.strip() or not value.isprintable():
+        raise TypeError
+    return value
+
+
+def _read_bool(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _read_path(value: object) -> Path:
+    return Path(os.path.expanduser(_read_str(value)))  # unlike Path.expanduser it leaves an unknown ~name alone
+
+
+_READ = {int: _read_int, float: _read_float, str: _read_str, bool: _read_bool, Path: _read_path}
+_EXPECTED = {int: "a whole number", float: "a number", str: "a word", bool: "true or false", Path: "a path"}
+_METAVAR = {int: "N", float: "X", str: "WORD", Path: "PATH", "algo": "NAME", "dataset": "NAME", "seeds": "N-N", "resume": "HOW"}
+
+
+def resolve(argv: Sequence[str]) -> RunConfig:
+    """The one run that the command line describes."""
+    configs = parse(argv).configs
+    if len(configs) != 1:
+        raise UsageError(f"expected one run, but --seeds names {len(configs)}; use --seed")
+    return configs[0]
+
+
+def parse(argv: Sequence[str]) -> Request:
+    """Read the command line in two steps: first the algorithm, then all flags, that algorithm's own included."""
+    first = _Parser(add_help=False, allow_abbrev=False)
+    first.add_argument("--algo")
+    first.add_argument("--config")
+    early, _ = first.parse_known_args(argv)
+    in_file = read_config(Path(early.config)) if early.config is not None else {}
+    algo = early.algo if early.algo is not None else in_file.get("algo")
+    if algo is not None and not isinstance(algo, str):
+        raise UsageError(f"{early.config}: algo must be a word, not {algo!r}")
+    cls = registry.algorithm(algo) if algo is not None else None
+    groups = flag_groups(cls)
+    flags = {flag.key: flag for group in groups.values() for flag in group}
+    given, unknown = _parser(algo, cls, groups).parse_known_args(argv)
+    _refuse_unknown_words(unknown, flags, cls)
+    if given.list:
+        return Request([], list=True, print_config=False)
+    on_line = {key: flags[key].read(value, flags[key].spelling) for key, value in vars(given).items() if key in flags}
+    from_file = _read_file_values(in_file, early.config, flags, cls)
+    if cls is None:
+        raise UsageError("--algo is missing: name an algorithm (python train.py --list shows them) or a path to a .py file")
+    if "dataset" not in on_line | from_file:
+        raise UsageError("--dataset is missing: name a dataset (python train.py --list shows them) or a path to a .csv file")
+    return Request(_configs(cls, on_line, from_file), list=False, print_config=given.print_config)
+
+
+def _configs(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[str, Any]) -> list[RunConfig]:
+    from_file = _without_overruled(cls, on_line, from_file)
+    said = {**from_file, **on_line}
+    preset = PRESETS[said.get("protocol", "clean")]
+    recipe = said.get("recipe") or _recipe_of(preset.name)
+    said = {**(_published(cls) if recipe == "published" else {}), **said}
+
+    protocol = dataclasses.replace(preset, **_fields_said(Protocol, said))
+    data = DatasetOptions(**_fields_said(DatasetOptions, said), ncf="ncf" in (protocol.split, protocol.candidates))
+    algorithm = cls(**_fields_said(cls, said))
+    algorithm.check(None)
+
+    rest = {key: value for key, value in said.items() if key in {field.name for field in dataclasses.fields(RunConfig)}}
+    rest |= {"algorithm": algorithm, "data": data, "protocol": protocol, "recipe": recipe}
+    rest["dataset"] = registry.dataset_name(said["dataset"])
+    config = RunConfig(**rest)
+    _check(config)
+    return _one_a_seed(config, _seeds(on_line) or _seeds(from_file) or (0,))
+
+
+def _without_overruled(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[str, Any]) -> dict[str, Any]:
+    """The file's values, less those that hang on a preset or recipe of the file which the command line replaces by another."""
+    kept = dict(from_file)
+    dropped: set[str] = set()
+    if "protocol" in on_line and from_file.get("protocol", on_line["protocol"]) != on_line["protocol"]:
+        dropped |= {"recipe", *(field.name for field in dataclasses.fields(Protocol))}
+        kept["protocol"] = on_line["protocol"]
+    recipe = on_line.get("recipe") or (None if "recipe" in dropped else from_file.get("recipe"))
+    recipe = recipe or _recipe_of(kept.get("protocol", on_line.get("protocol", "clean")))
+    if (from_file.get("recipe") or recipe) != recipe:
+        dropped |= {"recipe", *cls.published}
+    return {key: value for key, value in kept.items() if key not in dropped}
+
+
+def _recipe_of(preset: str) -> str:
+    return "published" if preset == "published" else "clean"
+
+
+def _published(cls: type[Algorithm]) -> dict[str, Any]:
+    """What the published recipe sets, checked like any other value."""
+    flags = {flag.key: flag for flag in _flags(cls, cls.choices)}
+    where = f"algorithm {cls.name}, published recipe"
+    for key in cls.published:
+        if key not in flags:
+            raise UsageError(f"{where}: there is no field {key!r}")
+    return {key: flags[key].read(value, f"{where}: {key}") for key, value in cls.published.items()}
+
+
+def _fields_said(cls: type, said: Mapping[str, Any]) -> dict[str, Any]:
+    return {field.name: said[field.name] for field in dataclasses.fields(cls) if field.name in said}
+
+
+def _seeds(said: Mapping[str, Any]) -> tuple[int, ...]:
+    if "seed" in said and "seeds" in said:
+        raise UsageError("--seed and --seeds are both given; use one of them")
+    return (said["seed"],) if "seed" in said else said.get("seeds", ())
+
+
+def _one_a_seed(config: RunConfig, seeds: tuple[int, ...]) -> list[RunConfig]:
+    if len(seeds) == 1:
+        return [dataclasses.replace(config, seed=seeds[0])]
+    if config.resume not in ("auto", "never"):
+        raise UsageError("--resume PATH goes on with one run; with --seeds use --resume auto and --out")
+    return [dataclasses.replace(config, seed=seed, out=config.out and config.out / f"seed-{seed}") for seed in seeds]
+
+
+def _check(config: RunConfig) -> None:
+    registry.dataset(config.dataset)
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", config.device):
+        raise UsageError(f"--device must be auto, cpu, cuda, cuda:<number> or mps, not {config.device!r}")
+    if config.out is not None and os.path.isfile(config.out):
+        raise UsageError(f"--out {config.out}: is a file; name a folder")
+    if config.resume not in ("auto", "never") and not os.path.isdir(config.resume):
+        raise UsageError(f"--resume must be auto, never or the folder of a run; there is no folder {config.resume!r}")
+    for key in SYNTHETIC:
+        if config.dataset != "synthetic" and getattr(config.data, key) != getattr(DatasetOptions, key):
+            raise UsageError(f"--{key.replace('_', '-')} is for --dataset synthetic; {config.dataset} would ignore it")
+
+
+def read_seeds(value: object, where: str) -> tuple[int, ...]:
+    """`0-4`, `0,1,2`, `0-2,7` or a list of numbers."""
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    seeds: list[int] = []
+    for part in parts:
+        match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", str(part).strip(), re.ASCII)
+        if match is None or isinstance(part, bool):
+            raise UsageError(f"{where} must be like 0-4 or 0,1,2, not {value!r}")
+        low, high = int(match[1]), int(match[2] or match[1])
+        if high < low:
+            raise UsageError(f"{where}: {part} runs backwards; write {high}-{low}")
+        if len(seeds) + high - low >= MOST_SEEDS:
+            raise UsageError(f"{where}: {value} names more than {MOST_SEEDS} seeds")
+        seeds += range(low, high + 1)
+    if not seeds or len(set(seeds)) != len(seeds):
+        raise UsageError(f"{where} must name each seed once, not {value!r}")
+    return tuple(seeds)
+
+
+class _SeedsFlag(Flag):
+    def read(self, value: object, where: str) -> tuple[int, ...]:
+        return read_seeds(value, where)
+
+
+def flag_groups(cls: type[Algorithm] | None) -> dict[str, list[Flag]]:
+    """Help groups by title, in order; with the algorithm's own flags if there is one."""
+    run = {flag.key: flag for flag in _flags(RunConfig, CHOICES, skip=("algorithm", "data"))}
+    run["protocol"] = dataclasses.replace(run["protocol"], kind=str, default="clean")
+    run["recipe"] = dataclasses.replace(run["recipe"], kind=str | None, default=None)
+    seeds = _SeedsFlag("seeds", str, None, "several runs, one a seed, such as 0-4 or 0,1,2; ends with mean and deviation")
+    shared = {field.name for field in dataclasses.fields(Algorithm)}
+    trained = _flags(cls or Algorithm, (cls or Algorithm).choices)
+    groups = {
+        "run": [run[key] for key in ("algo", "dataset", "protocol", "recipe", "seed")] + [seeds],
+        "training": [flag for flag in trained if flag.key in shared],
+    }
+    if cls is not None:
+        groups[f"{cls.name}: {cls.summary}"] = [flag for flag in trained if flag.key not in shared]
+    groups["protocol (defaults by preset)"] = _flags(Protocol, protocols.CHOICES, skip=("name",))
+    groups["data"] = _flags(DatasetOptions, {}, skip=("ncf",))
+    groups["machine"] = [run[key] for key in ("device", "dtype", "threads", "compile", "kernel", "block_rows")]
+    groups["output"] = [run[key] for key in ("eval_every", "out", "resume", "mlflow", "experiment", "quiet", "debug")]
+    _refuse_clashes(groups, cls)
+    return groups
+
+
+def _flags(cls: type, choices: Mapping[str, tuple[str, ...]], skip: tuple[str, ...] = ()) -> list[Flag]:
+    """One flag a field."""
+    sentences = registry.field_help(cls)
+    try:
+        kinds = get_type_hints(cls)
+    except (NameError, TypeError) as error:
+        raise UsageError(f"{cls.__module__}.{cls.__qualname__}: the type of a field cannot be read: {error}") from error
+    flags = []
+    for field in dataclasses.fields(cls):
+        if field.name in skip or not field.init:
+            continue
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        flag = Flag(field.name, kinds[field.name], default, sentences.get(field.name, ""), choices.get(field.name, ()))
+        if cls is not RunConfig:
+            _refuse_odd(flag, cls)
+        flags.append(flag)
+    return flags
+
+
+def _refuse_odd(flag: Flag, cls: type) -> None:
+    where = f"{cls.__module__}.{cls.__qualname__}.{flag.key}"
+    allowed = "int, float, str, bool, Path, tuple[int, ...] or X | None"
+    kinds = [kind for kind in _members(flag.kind) if kind is not NoneType]
+    if len(kinds) != 1 or flag.item_kind not in _READ or (flag.is_tuple and get_args(kinds[0])[1:] != (...,)):
+        raise UsageError(f"{where}: {flag.kind} cannot be a flag's type; use {allowed}")
+    if flag.default is dataclasses.MISSING:
+        raise UsageError(f"{where}: a flag needs a default")
+
+
+def _refuse_clashes(groups: Mapping[str, list[Flag]], cls: type[Algorithm] | None) -> None:
+    taken = {"help", "config", "list", "print_config"}
+    for flag in (flag for group in groups.values() for flag in group):
+        if flag.key in taken:
+            raise UsageError(f"algorithm {cls.name if cls else ''}: its field {flag.key!r} is a flag of every run too; rename it")
+        taken.add(flag.key)
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message.removeprefix("argument "))
+
+
+_EPILOG = """examples:
+  python train.py --list
+  python train.py --algo {algo} --help
+  python train.py --algo {algo} --dataset synthetic --rounds 5
+  python train.py --algo {algo} --dataset filmtrust -n 100 -e 5 --seeds 0-4
+  python train.py --algo my_method.py --dataset ratings.csv --out runs/mine
+  python train.py --config runs/mine/config.json --seed 1
+
+A config file (.json or .toml) has flag names as keys; flags overrule it, it overrules the recipe, and the recipe the defaults.
+"""
+
+
+def _parser(algo: str | None, cls: type[Algorithm] | None, groups: Mapping[str, list[Flag]]) -> argparse.ArgumentParser:
+    about = "Train one personalised federated recommender and report honest numbers."
+    if cls is None:
+        about += "\nEach algorithm has flags and defaults of its own: `python train.py --algo NAME --help` shows them."
+    example = algo or next(iter(registry.algorithms()), "NAME")
+    parser = _Parser(
+        prog="python train.py",
+        usage="python train.py --algo NAME --dataset NAME [flags]",
+        description=about,
+        epilog=_EPILOG.format(algo=example),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    for title, flags in groups.items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            _add(group, flag, cls)
+        if title == "run":
+            group.add_argument("--config", metavar="FILE", help="read flags from a .json or .toml file")
+            group.add_argument("--list", action="store_true", default=False, help="show algorithms and datasets, and end")
+            group.add_argument(
+                "--print-config", action="store_true", default=False, help="show the resolved configuration as JSON, and end"
+            )
+    return parser
+
+
+def _add(group: argparse._ArgumentGroup, flag: Flag, cls: type[Algorithm] | None) -> None:
+    text = f"{flag.help} ({_default_text(flag, cls)})".replace("%", "%%").strip()
+    names = [SHORT[flag.key], flag.option] if flag.key in SHORT else [flag.option]
+    if flag.item_kind is bool:
+        group.add_argument(*names, dest=flag.key, action=argparse.BooleanOptionalAction, help=text)
+        return
+    metavar = "{" + ",".join(flag.choices) + "}" if flag.choices else _METAVAR.get(flag.key) or _METAVAR[flag.item_kind]
+    group.add_argument(*names, dest=flag.key, metavar=f"{metavar},..." if flag.is_tuple else metavar, help=text)
+
+
+def _default_text(flag: Flag, cls: type[Algorithm] | None) -> str:
+    if flag.default is dataclasses.MISSING:
+        return "required"
+    text = f"default: {_shown(flag.default)}"
+    if flag.key in {field.name for field in dataclasses.fields(Protocol)}:
+        values = {name: _shown(getattr(preset, flag.key)) for name, preset in PRESETS.items()}
+        if len(set(values.values())) > 1:
+            text = ", ".join(f"{name}: {value}" for name, value in values.items())
+    elif cls is not None and flag.key in cls.published:
+        text += f"; published: {_shown(cls.published[flag.key])}"
+    return text
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A .json or .toml file as a flat dict; keys with underscores."""
+    if path.suffix not in (".json", ".toml"):
+        raise UsageError(f"--config {path}: must end in .json or .toml")
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        values = json.loads(text, object_pairs_hook=_pairs) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise UsageError(f"--config {path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise UsageError(f"--config {path}, line {line}: not UTF-8 text") from error
+    except json.JSONDecodeError as error:
+        raise UsageError(f"--config {path}, line {error.lineno}: {error.msg}") from error
+    except tomllib.TOMLDecodeError as error:
+        # 3.11 gives the line in the message only: "... (at line 2, column 5)" or "(at end of document)".
+        found = re.search(r" \(at (?:line (\d+), .*|end of document)\)$", str(error))
+        line = int(found[1]) if found and found[1] else text.count("\n") + 1
+        raise UsageError(f"--config {path}, line {line}: {str(error)[: found.start()] if found else error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--config {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"--config {path}, line 1: must hold an object of flag names and values, not a {type(values).__name__}")
+    plain = {key.replace("-", "_"): value for key, value in values.items()}
+    if len(plain) < len(values):
+        raise UsageError(f"--config {path}: a key stands there twice, with - and with _")
+    return plain
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice")
+    return found
+
+
+def _read_file_values(
+    values: Mapping[str, Any], path: str | None, flags: Mapping[str, Flag], cls: type[Algorithm] | None
+) -> dict[str, Any]:
+    """A file's values checked; `no_mlflow = true` means `mlflow = false`."""
+    read: dict[str, Any] = {}
+    for key, value in values.items():
+        where = f"--config {path}: {key}"
+        positive = key.removeprefix("no_")
+        if key not in flags and positive in flags and flags[positive].item_kind is bool:
+            if positive in values:
+                raise UsageError(f"{where}: {positive} stands there too; keep one of them")
+            read[positive] = not flags[positive].read(value, where)
+        elif key in flags:
+            read[key] = flags[key].read(value, where)
+        elif cls is not None or not _owners(key):
+            raise UsageError(f"--config {path}: unknown key {key!r}" + _hint(key, list(flags), cls, str))
+    return read
+
+
+def _refuse_unknown_words(words: Sequence[str], flags: Mapping[str, Flag], cls: type[Algorithm] | None) -> None:
+    options = [*flags, "config", "list", "print_config", "help", *(f"no_{key}" for key in flags if flags[key].item_kind is bool)]
+    for word in words:
+        if not word.startswith("-") or word.strip("-") == "":
+            continue
+        spelled = word.partition("=")[0]
+        key = spelled.lstrip("-").replace("-", "_")
+        if cls is None and _owners(key):  # the missing --algo is the better news
+            continue
+        raise UsageError(f"unknown flag {spelled}" + _hint(key, options, cls, lambda key: "--" + key.replace("_", "-")))
+    if words and cls is not None:
+        raise UsageError(f"unexpected word {words[0]!r}: values follow a flag, such as --algo {cls.name}")
+
+
+def _hint(key: str, known: Sequence[str], cls: type[Algorithm] | None, spell: Any) -> str:
+    owners = _owners(key)
+    if owners and cls is not None:
+        return f": it belongs to {', '.join(owners)}, not to {cls.name}"
+    near = registry.nearest(key, known)
+    name = cls.name if cls else "NAME"
+    return f"; did you mean {spell(near[0])}?" if near else f"; python train.py --algo {name} --help shows all flags"
+
+
+def _owners(key: str) -> list[str]:
+    """Algorithms that have such a field of their own."""
+    names = {key, key.removeprefix("no_")} - {field.name for field in dataclasses.fields(Algorithm)}
+    return [name for name, cls in registry.algorithms().items() if names & {field.name for field in dataclasses.fields(cls)}]
+
+
+def _values(thing: Any) -> dict[str, Any]:
+    return {field.name: getattr(thing, field.name) for field in dataclasses.fields(thing) if field.init}
+
+
+def _plain(value: Any) -> Any:
+    """A flag's value as JSON knows it."""
+    if isinstance(value, tuple):
+        return [_plain(member) for member in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _identity(name_or_path: str) -> str:
+    path = os.path.expanduser(name_or_path)
+    if not os.path.isfile(path):
+        return name_or_path
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,298 @@
+"""Names of algorithms and datasets: built in, from an installed package (entry points), or from a file."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import logging
+import os
+import pkgutil
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from fedbench.algorithm import Algorithm
+from fedbench.data import DatasetOptions, Interactions
+from fedbench.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+Loader = Callable[[DatasetOptions], Interactions]
+AlgorithmClass = TypeVar("AlgorithmClass", bound=type[Algorithm])
+LoaderFunction = TypeVar("LoaderFunction", bound=Loader)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """A registered loader."""
+
+    name: str
+    load: Loader
+    summary: str
+    aliases: tuple[str, ...] = ()
+
+
+_algorithms: dict[str, type[Algorithm]] = {}
+_datasets: dict[str, Dataset] = {}
+"""by name and by alias"""
+
+
+def register(name: str, *, summary: str) -> Callable[[AlgorithmClass], AlgorithmClass]:
+    """Class decorator, above `@dataclass(frozen=True)`: make an algorithm known as `--algo name`."""
+
+    def add(cls: AlgorithmClass) -> AlgorithmClass:
+        _add_algorithm(name, cls, summary)
+        return cls
+
+    return add
+
+
+def register_dataset(name: str, *, summary: str, aliases: Iterable[str] = ()) -> Callable[[LoaderFunction], LoaderFunction]:
+    """Function decorator: make a loader known as `--dataset name`."""
+
+    def add(load: LoaderFunction) -> LoaderFunction:
+        _add_dataset(Dataset(name, load, summary, tuple(aliases)))
+        return load
+
+    return add
+
+
+def algorithm(name_or_path: str) -> type[Algorithm]:
+    """The algorithm of that name, or the one in that .py file."""
+    known = algorithms()
+    if name_or_path in known:
+        return known[name_or_path]
+    if name_or_path.endswith(".py") or _has_separator(name_or_path):
+        return _algorithm_in(Path(os.path.expanduser(name_or_path)))
+    raise UsageError(f"--algo {name_or_path}: no such algorithm{_suggest(name_or_path, known)}; a path to a .py works too")
+
+
+def dataset(name_or_path: str) -> Loader:
+    """The loader of that name (or alias), or one that reads that file of comma-separated rows."""
+    _discover()
+    if name_or_path in _datasets:
+        return _datasets[name_or_path].load
+    path = Path(os.path.expanduser(name_or_path))
+    if name_or_path.endswith(".csv") or _has_separator(name_or_path) or os.path.isfile(path):
+        return lambda options: importlib.import_module("datasets.csv_file").load_csv(path, options)
+    raise UsageError(f"--dataset {name_or_path}: no such dataset{_suggest(name_or_path, _datasets)}; a path to a .csv works too")
+
+
+def algorithms() -> dict[str, type[Algorithm]]:
+    """All algorithms that have a name, sorted by it."""
+    _discover()
+    return dict(sorted(_algorithms.items()))
+
+
+def datasets() -> dict[str, Dataset]:
+    """All datasets that have a name, sorted by it; aliases left out."""
+    _discover()
+    return {name: entry for name, entry in sorted(_datasets.items()) if name == entry.name}
+
+
+def dataset_names() -> list[str]:
+    """Names of the datasets, sorted; aliases left out."""
+    return list(datasets())
+
+
+def dataset_name(name_or_path: str) -> str:
+    """An alias's real name; anything else as it is."""
+    _discover()
+    return _datasets[name_or_path].name if name_or_path in _datasets else name_or_path
+
+
+def nearest(word: str, known: Iterable[str]) -> list[str]:
+    """Up to three of the known words that look like this one, best first."""
+    return difflib.get_close_matches(word.lower(), list(known), n=3, cutoff=0.6)
+
+
+@cache
+def field_help(cls: type) -> dict[str, str]:
+    """The sentence under each field of a dataclass, inherited ones included."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            found |= _sentences(base)
+    names = {field.name for field in dataclasses.fields(cls)}
+    return {name: sentence for name, sentence in found.items() if name in names}
+
+
+def _sentences(cls: type) -> dict[str, str]:
+    try:
+        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    except (OSError, TypeError, SyntaxError):  # made without a source file
+        return {}
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for field, below in zip(body.body, body.body[1:], strict=False):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+            found[field.target.id] = " ".join(below.value.value.split())
+    return found
+
+
+def _add_algorithm(name: str, cls: type[Algorithm], summary: str) -> None:
+    _check_name(name)
+    if not (isinstance(cls, type) and issubclass(cls, Algorithm)):
+        raise TypeError(f"{cls!r} is not a subclass of fedbench.algorithm.Algorithm")
+    own = {key for key, kind in vars(cls).get("__annotations__", {}).items() if "ClassVar" not in str(kind)}
+    if own and "__dataclass_fields__" not in vars(cls):
+        raise TypeError(f"{cls.__qualname__} has fields but is not a dataclass; put @dataclass(frozen=True) above it")
+    _refuse_twice("algorithm", name, cls, _algorithms.get(name))
+    cls.name, cls.summary = name, summary
+    _algorithms[name] = cls
+
+
+def _add_dataset(entry: Dataset) -> None:
+    if not callable(entry.load):
+        raise TypeError(f"{entry.load!r} is not a function that loads a dataset")
+    names = (entry.name, *entry.aliases)
+    for name in names:
+        _check_name(name)
+        known = _datasets.get(name)
+        _refuse_twice("dataset", name, entry.load, known.load if known else None)
+    _datasets.update(dict.fromkeys(names, entry))
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch(r"\w[\w.-]*", name):  # names become folders
+        raise ValueError(f"{name!r} cannot be a name; use letters, digits, '_', '-' and '.'")
+
+
+def _refuse_twice(what: str, name: str, new: Any, known: Any) -> None:
+    if known is not None and known is not new:
+        raise UsageError(f"two {what}s are called {name!r}: one in {_origin(known)}, one in {_origin(new)}; rename one")
+
+
+def _origin(thing: Any) -> str:
+    """A class's or function's module, or its file if it was named by path."""
+    module = sys.modules.get(thing.__module__)
+    return str(module.__file__) if module and thing.__module__.startswith(_BY_PATH) else str(thing.__module__)
+
+
+_BY_PATH = "fedbench_file_"
+
+
+@cache
+def _discover() -> None:
+    """Import every built-in module and then every installed plug-in, each on its own."""
+    for package in ("algorithms", "datasets"):
+        for module in pkgutil.iter_modules([str(Path(__file__).parents[1] / package)]):
+            with _left_out_if_broken(f"{package}/{module.name}.py"):
+                importlib.import_module(f"{package}.{module.name}")
+    for package in ("algorithms", "datasets"):
+        for point in entry_points(group=f"fedbench.{package}"):
+            with _left_out_if_broken(f"the plug-in {point.name} ({point.value})"):
+                _add_plug_in(package, point)
+
+
+def _add_plug_in(package: str, point: EntryPoint) -> None:
+    with _registrations_undone():  # the entry point's name is its only one
+        thing = point.load()
+    if package == "algorithms":
+        _add_algorithm(point.name, thing, _summary(thing))
+    else:
+        _add_dataset(Dataset(point.name, thing, _summary(thing)))
+
+
+@contextmanager
+def _left_out_if_broken(what: str) -> Iterator[None]:
+    before = dict(_algorithms), dict(_datasets)
+    try:
+        yield
+    except UsageError:  # two of one name: which is meant is for the user to say
+        raise
+    except (Exception, SystemExit) as error:
+        _restore(*before)
+        log.warning("%s is left out: %s", what, _one_line(error))
+
+
+@contextmanager
+def _registrations_undone() -> Iterator[None]:
+    before = dict(_algorithms), dict(_datasets)
+    try:
+        yield
+    finally:
+        _restore(*before)
+
+
+def _restore(algorithms: dict[str, type[Algorithm]], datasets: dict[str, Dataset]) -> None:
+    _algorithms.clear()
+    _algorithms.update(algorithms)
+    _datasets.clear()
+    _datasets.update(datasets)
+
+
+def _algorithm_in(path: Path) -> type[Algorithm]:
+    """The one algorithm of a file. It is not kept among the named ones, but may not take the name of one."""
+    before = set(_algorithms)
+    with _registrations_undone():
+        module = _import_file(path)
+        registered = [cls for name, cls in _algorithms.items() if name not in before]
+        found = registered or [cls for cls in vars(module).values() if _is_defined_in(module, cls)]
+        if len(found) != 1:
+            names = ", ".join(sorted(cls.__name__ for cls in found)) or "none"
+            raise UsageError(f"--algo {path}: must hold exactly one Algorithm subclass, found {names}; @register one")
+        if not registered:
+            try:
+                _add_algorithm(re.sub(r"[^\w.-]", "_", path.stem), found[0], _summary(found[0]))
+            except (TypeError, ValueError) as error:
+                raise UsageError(f"--algo {path}: {error}") from error
+    return found[0]
+
+
+def _is_defined_in(module: ModuleType, thing: object) -> bool:
+    return isinstance(thing, type) and issubclass(thing, Algorithm) and thing.__module__ == module.__name__
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not os.path.isfile(path):
+        raise UsageError(f"--algo {path}: no such file")
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+    name = f"{_BY_PATH}{re.sub(r'[^A-Za-z0-9]', '_', path.stem)}_{digest}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise UsageError(f"--algo {path}: not a Python file; it must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and inspect look there
+    try:
+        spec.loader.exec_module(module)
+    except UsageError:
+        del sys.modules[name]
+        raise
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise UsageError(f"--algo {path}: cannot be imported: {_one_line(error)}") from error
+    return module
+
+
+def _summary(thing: object) -> str:
+    """What a class or function says of itself in one line."""
+    said = vars(thing).get("summary") if isinstance(thing, type) else None
+    return str(said or (inspect.getdoc(thing) or "").partition("\n")[0])
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _has_separator(name: str) -> bool:
+    return "/" in name or os.sep in name
+
+
+def _suggest(word: str, known: Iterable[str]) -> str:
+    near = nearest(word, known)
+    return (f"; did you mean {' or '.join(near)}?" if near else "") + f" (known: {', '.join(sorted(known)) or 'none'})"

@@ -1,0 +1,429 @@
+"""The command line: what it resolves to, and one line and an exit code for everything that can be wrong with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from fedbench import cli, config, registry
+from fedbench.__main__ import main as fedbench_main
+from fedbench.algorithm import Algorithm
+from fedbench.config import resolve
+from fedbench.data import DatasetOptions
+from fedbench.errors import DataError, FedbenchError, UsageError
+from fedbench.protocol import PRESETS, Protocol
+
+ROOT = Path(__file__).parents[1]
+TINY = '''
+from __future__ import annotations
+from dataclasses import dataclass
+from fedbench.algorithm import Algorithm
+from fedbench.errors import UsageError
+from fedbench.registry import register
+
+@register("tiny", summary="a tiny one, 100 % simple")
+@dataclass(frozen=True)
+class Tiny(Algorithm):
+    dim: int = 8
+    weight: float = 0.75
+    """share of the first, 50% is fair"""
+    sizes: tuple[int, ...] = (4, 2)
+    """layers"""
+    exact: bool = True
+    """solve exactly"""
+    cap: float | None = None
+    """most that one may weigh"""
+    mode: str = "both"
+    """which way"""
+    choices = {**Algorithm.choices, "mode": ("both", "one")}
+    published = {"weight": 0.5, "rounds": 7}
+
+    def check(self, world=None):
+        if self.weight > 1:
+            raise UsageError(f"--weight must be at most 1, not {self.weight}")
+'''
+
+AGAIN = "(run again with --debug for the traceback)"
+
+Fails = Callable[..., str]
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    path = tmp_path / "tiny.py"
+    path.write_text(TINY)
+    return str(path)
+
+
+@pytest.fixture
+def args(tiny: str) -> list[str]:
+    return ["--algo", tiny, "--dataset", "rows.csv"]
+
+
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str]) -> Fails:
+    """Run a command line that must fail; gives its one line of error."""
+
+    def run(*argv: str, code: int = 2) -> str:
+        assert cli.main(argv) == code
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith("fedbench: error: ") and err.count("\n") == 1 and "Traceback" not in err
+        return err
+
+    return run
+
+
+def written(folder: Path, text: str, name: str = "c.json") -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def test_defaults_are_the_fields_defaults(args: list[str]) -> None:
+    run = resolve(args)
+    assert run.algorithm == type(run.algorithm)() and run.algorithm.dim == 8 and run.algorithm.rounds == 100
+    assert run.protocol == PRESETS["clean"] and run.data == DatasetOptions() and run.recipe == "clean"
+    assert (run.seed, run.device, run.dtype, run.mlflow, run.resume) == (0, "auto", "float32", True, "auto")
+
+
+def test_flags_of_every_type(args: list[str]) -> None:
+    words = "-n 5 -e 2 --weight 1e-3 --sizes 8,4,1 --no-exact --cap 0.5 --mode one --no-mlflow --seed 3 --out here --compile"
+    run = resolve([*args, *words.split()])
+    own = run.algorithm
+    assert (own.clients_per_round, own.local_epochs, run.seed, run.out) == (5, 2, 3, Path("here"))
+    assert (own.weight, own.sizes, own.exact, own.cap, own.mode) == (0.001, (8, 4, 1), False, 0.5, "one")  # type: ignore[attr-defined]
+    assert not run.mlflow and run.compile
+    assert resolve([*args, "--cap", "none", "-n", "none"]).to_dict() == resolve(args).to_dict()
+
+
+def test_every_flag_of_the_design_is_there(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*args, "--help"]) == 0
+    text = capsys.readouterr().out
+    named = "algo dataset protocol recipe rounds clients-per-round local-epochs batch-size negatives dim seed seeds device out"
+    more = "resume config print-config no-mlflow quiet debug split train-negatives select-on min-interactions eval-negatives"
+    last = "candidates split-seed data-dir users items interactions data-seed list threads kernel dtype"
+    for name in f"{named} {more} {last}".split():
+        assert f"--{name}" in text
+    assert "tiny: a tiny one, 100 % simple" in text and "50% is fair (default: 0.75; published: 0.5)" in " ".join(text.split())
+
+
+def test_help_without_an_algorithm_says_how_to_see_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--algo NAME --help" in out and "examples:" in out and "(default: 100)" in out
+
+
+def test_defaults_recipe_file_flags_in_this_order(args: list[str], tmp_path: Path) -> None:
+    file = ["--config", written(tmp_path, '{"weight": 0.25, "batch-size": 32}')]
+    weights = {}
+    for name, words in {"default": [], "recipe": ["--recipe", "published"], "file": [*file, "--recipe", "published"]}.items():
+        weights[name] = resolve([*args, *words]).algorithm
+    flag = resolve([*args, *file, "--weight", "0.125"]).algorithm
+    assert [weights[name].weight for name in weights] == [0.75, 0.5, 0.25]  # type: ignore[attr-defined]
+    assert weights["file"].rounds == 7 and weights["file"].batch_size == 32
+    assert flag.weight == 0.125 and flag.batch_size == 32  # type: ignore[attr-defined]
+
+
+def test_the_recipe_follows_the_protocol_unless_given(args: list[str]) -> None:
+    published = resolve([*args, "--protocol", "published"])
+    assert published.recipe == "published" and published.algorithm.rounds == 7 and published.protocol.leaky
+    clean = resolve([*args, "--protocol", "published", "--recipe", "clean", "--train-negatives", "clean"])
+    assert clean.recipe == "clean" and clean.algorithm.rounds == 100
+    assert (clean.protocol.name, clean.protocol.train_negatives, clean.protocol.min_interactions) == ("published", "clean", 10)
+
+
+def test_ncf_files_are_asked_for_where_the_protocol_needs_them(args: list[str]) -> None:
+    assert resolve([*args, "--protocol", "ncf"]).data.ncf
+    assert not resolve([*args, "--protocol", "ncf", "--split", "time", "--candidates", "apart"]).data.ncf
+
+
+def test_the_printed_config_is_json_alone_and_reads_back(
+    args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*args, "--sizes", "3,2", "--protocol", "published", "--no-mlflow", "--out", "there", "--seed", "4", "-n", "7"]
+    assert cli.main([*words, "--print-config"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    shown = json.loads(out)
+    assert [shown[key] for key in ("protocol", "sizes", "mlflow", "clients_per_round")] == ["published", [3, 2], False, 7]
+    assert {field.name for field in fields(Protocol)} - {"name"} <= set(shown)
+    assert {field.name for field in fields(Algorithm)} <= set(shown)
+    back = resolve(["--config", written(tmp_path, out)])
+    assert back.to_dict() == shown and back.protocol == PRESETS["published"]
+    assert back.hash8() == resolve(words).hash8()
+
+
+def test_another_preset_on_the_command_line_replaces_the_files_preset_whole(args: list[str], tmp_path: Path) -> None:
+    whole = written(tmp_path, json.dumps(resolve([*args, "--batch-size", "9"]).to_dict()))
+    run = resolve(["--config", whole, "--protocol", "published"])
+    assert run.protocol == PRESETS["published"] and run.recipe == "published"
+    assert run.algorithm.rounds == 7 and run.algorithm.batch_size == 9
+    assert resolve(["--config", whole, "--recipe", "published"]).algorithm.rounds == 7
+
+
+def test_toml_and_a_negated_key(args: list[str], tmp_path: Path) -> None:
+    file = written(tmp_path, 'no-mlflow = true\nsizes = [1, 2]\nseeds = "1-2"\n', "c.toml")
+    runs = config.parse([*args, "--config", file]).configs
+    assert [run.seed for run in runs] == [1, 2] and not runs[0].mlflow
+    assert resolve([*args, "--config", file, "--seed", "5"]).seed == 5
+
+
+@pytest.mark.parametrize(("words", "seeds"), [("0-4", [0, 1, 2, 3, 4]), ("0,1,2", [0, 1, 2]), ("7", [7]), ("0-1,5", [0, 1, 5])])
+def test_seeds(args: list[str], words: str, seeds: list[int]) -> None:
+    runs = config.parse([*args, "--seeds", words, "--out", "here"]).configs
+    assert [run.seed for run in runs] == seeds
+    assert len({run.out for run in runs}) == len(seeds) == len({run.hash8() for run in runs})
+
+
+def test_the_hash_is_of_what_determines_the_result(args: list[str], tiny: str, tmp_path: Path) -> None:
+    same = resolve(args).hash8()
+    assert len(same) == 8
+    for words in ("--device cpu", "--out x", "--quiet", "--no-mlflow", "--threads 1", "--data-dir d", "--block-rows 5"):
+        assert resolve([*args, *words.split()]).hash8() == same
+    for words in ("--seed 1", "--weight 0.5", "--split random", "--dtype float64", "-n 3", "--protocol published"):
+        assert resolve([*args, *words.split()]).hash8() != same
+    moved = tmp_path / "moved.py"
+    moved.write_text(TINY)
+    assert resolve(["--algo", str(moved), *args[2:]]).hash8() == same
+    moved.write_text(TINY + "\n# changed\n")
+    assert resolve(["--algo", str(moved), *args[2:]]).hash8() != same
+
+
+def test_an_alias_becomes_the_name(tiny: str) -> None:
+    aliases = {alias: name for name, entry in registry.datasets().items() for alias in entry.aliases}
+    for alias, name in aliases.items():
+        assert resolve(["--algo", tiny, "--dataset", alias]).dataset == name
+
+
+def test_list_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + len(registry.algorithms()) + len(registry.dataset_names())
+    assert all(any(line.split()[0] == name for line in lines) for name in [*registry.algorithms(), *registry.dataset_names()])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("-n 0", "-n/--clients-per-round must be at least 1, not 0"),
+        ("-e 0", "-e/--local-epochs must be at least 1, not 0"),
+        ("--rounds 0", "--rounds must be at least 1, not 0"),
+        ("--rounds -3", "--rounds must be at least 1, not -3"),
+        ("--batch-size 0", "--batch-size must be at least 1"),
+        ("--dim 0", "--dim must be at least 1"),
+        ("--negatives -1", "--negatives must be at least 0"),
+        ("--seed -1", "--seed must be at least 0"),
+        ("--eval-every 0", "--eval-every must be at least 1"),
+        ("--threads 0", "--threads must be at least 1"),
+        ("--rounds 2.5", "--rounds must be a whole number, not '2.5'"),
+        ("--rounds ten", "--rounds must be a whole number, not 'ten'"),
+        ("--seed 99999999999999999999999", "--seed must be a whole number"),
+        ("--weight nan", "--weight must be a number, not 'nan'"),
+        ("--weight inf", "--weight must be a number"),
+        ("--weight 2", "--weight must be at most 1"),
+        ("--sizes 4,x", "--sizes must be a whole number, not 'x'"),
+        ("--sizes 4,,2", "--sizes must be a whole number, not ''"),
+        ("--mode two", "--mode must be one of both, one, not 'two'"),
+        ("--sampling quee", "--sampling must be one of uniform, queue"),
+        ("--protocol cleen", "--protocol must be one of clean, ncf, published"),
+        ("--recipe other", "--recipe must be one of clean, published"),
+        ("--split tme", "--split must be one of"),
+        ("--dtype float16", "--dtype must be one of float32, float64"),
+        ("--kernel on", "--kernel must be one of auto, off"),
+        ("--device gpu", "--device must be auto, cpu, cuda"),
+        ("--device cuda:x", "--device must be auto, cpu, cuda"),
+        ("--resume nevr", "--resume must be auto, never or the folder of a run"),
+        ("--users 5", "--users is for --dataset synthetic"),
+        ("--seeds 4-0", "--seeds: 4-0 runs backwards; write 0-4"),
+        ("--seeds a", "--seeds must be like 0-4 or 0,1,2"),
+        ("--seeds 1,1", "--seeds must name each seed once"),
+        ("--seeds 0-999999999", "more than 1000 seeds"),
+        ("--seeds 0-1 --seed 3", "--seed and --seeds are both given"),
+        ("--seeds 0-1 --resume .", "--resume PATH goes on with one run"),
+        ("--wieght 1", "unknown flag --wieght; did you mean --weight?"),
+        ("--weigh=1", "unknown flag --weigh; did you mean --weight?"),
+        ("--no-exac", "unknown flag --no-exac; did you mean --no-exact?"),
+        ("--round 1", "unknown flag --round; did you mean --rounds?"),
+        ("--qqqqq", "unknown flag --qqqqq; python train.py --algo tiny --help shows all flags"),
+        ("stray", "unexpected word 'stray'"),
+        ("--rounds", "--rounds: expected one argument"),
+        ("--config none.yaml", "must end in .json or .toml"),
+        ("--config none.json", "none.json: cannot be read: No such file"),
+        ("--experiment \x1b", "--experiment must be a word, not '\\x1b'"),
+    ],
+)
+def test_a_bad_flag_is_one_line(args: list[str], fails: Fails, words: str, says: str) -> None:
+    assert says in fails(*args, *words.split(" "))
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "says"),
+    [
+        ('{"wieght": 1}', "c.json", "unknown key 'wieght'; did you mean weight?"),
+        ('{"list": true}', "c.json", "unknown key 'list'"),
+        ('{\n"weight": 1,\n}', "c.json", "c.json, line 3: "),
+        ('weight = 0.5\nmode = "both\n', "c.toml", "c.toml, line 2: "),
+        ("weight = 0.5\nsizes = [1,\n", "c.toml", "c.toml, line 3: "),
+        ("[tool]\nweight = 1\n", "c.toml", "unknown key 'tool'"),
+        ("[1]", "c.json", "must hold an object"),
+        ("", "c.json", "c.json, line 1: "),
+        ('{"rounds": true}', "c.json", "rounds must be a whole number, not True"),
+        ('{"rounds": 0}', "c.json", "rounds must be at least 1, not 0"),
+        ('{"rounds": null}', "c.json", "rounds must be a whole number, not None"),
+        ('{"rounds": {"a": 1}}', "c.json", "rounds must be a whole number"),
+        ('{"weight": NaN}', "c.json", "weight must be a number, not nan"),
+        ('{"exact": "yes"}', "c.json", "exact must be true or false, not 'yes'"),
+        ('{"sizes": 3}', "c.json", "sizes must be a list such as"),
+        ('{"mode": 3}', "c.json", "mode must be a word, not 3"),
+        ('{"algo": 3}', "c.json", None),
+        ('{"dim": 1, "dim": 2}', "c.json", "the key 'dim' stands there twice"),
+        ('{"batch-size": 1, "batch_size": 2}', "c.json", "twice"),
+        ('{"mlflow": true, "no_mlflow": true}', "c.json", "mlflow stands there too"),
+        ('{"seed": 1, "seeds": "0-1"}', "c.json", "--seed and --seeds are both given"),
+        ('{"seeds": [true]}', "c.json", "seeds must be like 0-4"),
+        ("[" * 100_000, "c.json", "c.json"),
+    ],
+)
+def test_a_bad_config_file_is_one_line(
+    args: list[str], fails: Fails, tmp_path: Path, text: str, name: str, says: str | None
+) -> None:
+    file = written(tmp_path, text, name)
+    words = args if says else args[2:]
+    assert (says or "algo must be a word, not 3") in fails(*words, "--config", file)
+
+
+def test_a_config_file_that_is_not_text(args: list[str], fails: Fails, tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_bytes(b'{\n"mode": "\xff"}')
+    assert "c.json, line 2: not UTF-8" in fails(*args, "--config", str(tmp_path / "c.json"))
+    (tmp_path / "folder.json").mkdir()
+    assert "cannot be read" in fails(*args, "--config", str(tmp_path / "folder.json"))
+
+
+def test_algo_and_dataset_are_needed(tiny: str, fails: Fails) -> None:
+    assert "--algo is missing" in fails()
+    assert "--algo is missing" in fails("--dataset", "rows.csv")
+    assert "--algo is missing" in fails("fedem", "filmtrust")
+    assert "--dataset is missing" in fails("--algo", tiny)
+    assert "did you mean --algo?" in fails("--alog", "fedem")
+
+
+def test_unknown_names(tiny: str, fails: Fails) -> None:
+    assert "no such algorithm" in fails("--algo", "nosuchthing", "--dataset", "rows.csv")
+    assert "no such dataset" in fails("--algo", tiny, "--dataset", "nosuchthing")
+    assert "no such dataset" in fails("--algo", tiny, "--dataset", "x" * 5000)
+    assert "no such file" in fails("--algo", "x" * 5000 + ".py", "--dataset", "rows.csv")
+
+
+def test_a_flag_of_another_algorithm_says_whose(fails: Fails) -> None:
+    shared = {field.name for field in fields(Algorithm)}
+    own = {name: {field.name for field in fields(cls)} - shared for name, cls in registry.algorithms().items()}
+    pairs = [(name, other, own[other] - own[name]) for name in own for other in own if own[other] - own[name]]
+    name, other, names = pairs[0]
+    key = sorted(names)[0]
+    line = fails("--algo", name, "--dataset", "rows.csv", f"--{key.replace('_', '-')}", "1")
+    assert "it belongs to" in line and other in line and f"not to {name}" in line
+    assert "--algo is missing" in fails("--dataset", "rows.csv", f"--{key.replace('_', '-')}", "1")
+
+
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [
+        ("seed: int = 0", "its field 'seed' is a flag of every run too"),
+        ("config: int = 0", "its field 'config' is a flag of every run too"),
+        ("pairs: dict[str, int] | None = None", "cannot be a flag's type"),
+        ("either: int | str = 0", "cannot be a flag's type"),
+        ("odd: Nowhere = 0", "the type of a field cannot be read"),
+    ],
+)
+def test_an_algorithm_whose_fields_cannot_be_flags(tmp_path: Path, fails: Fails, field: str, says: str) -> None:
+    path = written(tmp_path, TINY.replace("dim: int = 8", field), "odd.py")
+    assert says in fails("--algo", path, "--dataset", "rows.csv")
+
+
+def test_a_recipe_with_a_wrong_name_or_value(tmp_path: Path, fails: Fails) -> None:
+    for wrong, says in (('{"wieght": 1}', "no field 'wieght'"), ('{"rounds": "x"}', "rounds must be a whole number")):
+        path = written(tmp_path, TINY.replace('{"weight": 0.5, "rounds": 7}', wrong), "odd.py")
+        assert says in fails("--algo", path, "--dataset", "rows.csv", "--recipe", "published")
+
+
+def test_out_that_is_a_file(args: list[str], tiny: str, fails: Fails) -> None:
+    assert "is a file; name a folder" in fails(*args, "--out", tiny)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (FedbenchError("it\nfailed"), 1, "fedbench: error: it failed\n"),
+        (UsageError("wrong"), 2, "fedbench: error: wrong\n"),
+        (DataError("gone"), 3, "fedbench: error: gone\n"),
+        (KeyboardInterrupt(), 130, "fedbench: error: interrupted\n"),
+        (ValueError("odd"), 1, f"fedbench: internal error: ValueError: odd {AGAIN}\n"),
+        (BrokenPipeError("socket"), 1, f"fedbench: internal error: BrokenPipeError: socket {AGAIN}\n"),
+    ],
+)
+def test_errors_become_exit_codes(error: BaseException, code: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def command(argv: list[str]) -> int:
+        raise error
+
+    assert cli.guard(command, []) == code
+    assert capsys.readouterr().err == line
+    assert cli.guard(command, ["--debug"]) == code
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_mean_and_deviation_over_seeds() -> None:
+    common = {"algo": "a", "dataset": "d", "protocol": "clean", "leaky": False}
+    runs = [{**common, "seed": seed, "test": {"hr_10": value, "note": "x"}} for seed, value in enumerate((0.1, 0.2, 0.3))]
+    # mean .2; squared deviations .01, 0, .01 over n - 1 = 2 give .01, so .1
+    assert cli.over_seeds(runs).splitlines()[1].split() == ["hr_10", "0.2000", "±", "0.1000"]
+    assert "LEAKY" not in cli.over_seeds(runs)
+    assert "LEAKY" in cli.over_seeds([{**run, "leaky": True} for run in runs])
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("", 2, "a command is missing"),
+        ("adit", 2, "unknown command 'adit'; did you mean audit?"),
+        ("qqq", 2, "use one of train, audit, bench, list"),
+        ("list x", 2, "list takes no flags"),
+        ("train", 2, "--algo is missing"),
+        ("train --alog x", 2, "did you mean --algo?"),
+    ],
+)
+def test_bad_commands(words: str, code: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fedbench_main(words.split()) == code
+    err = capsys.readouterr().err
+    assert says in err and err.count("\n") == 1
+
+
+def test_good_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fedbench_main(["--help"]) == 0 and "audit" in capsys.readouterr().out
+    assert fedbench_main(["list"]) == 0 and "datasets" in capsys.readouterr().out
+
+
+def started(*words: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+
+
+def test_train_py_as_a_process(args: list[str]) -> None:
+    bad = started("train.py", *args, "--wieght", "1")
+    assert (bad.returncode, bad.stdout, bad.stderr) == (2, "", "fedbench: error: unknown flag --wieght; did you mean --weight?\n")
+    good = started("train.py", *args, "--print-config", "--seeds", "0-1")
+    assert good.returncode == 0 and good.stderr == "" and [run["seed"] for run in json.loads(good.stdout)] == [0, 1]
+
+
+@pytest.mark.parametrize("words", ["train.py --help", "-m fedbench list"])
+def test_a_closed_pipe_is_silent(words: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        assert started(*words.split(), stdout=write).stderr == ""
+    finally:
+        os.close(write)

@@ -1,0 +1,361 @@
+"""A run's folder and its MLflow mirror, on a real database."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fedbench import tracking
+from fedbench.errors import UsageError
+from fedbench.tracking import RunLog
+
+REPO = Path(__file__).parent.parent
+CONFIG: dict[str, Any] = {"algo": "toy", "rounds": 3, "clients_per_round": None, "local_epochs": 2, "protocol": {"split": "time"}}
+TAGS = {"protocol_fingerprint": "0123456789abcdef", "leaky": "false", "data_checksum": "ab" * 32}
+SUMMARY: dict[str, Any] = {
+    "algo": "toy",
+    "dataset": "synthetic",
+    "leaky": False,
+    "rounds": 3,
+    "best_round": 2,
+    "bytes_up": 600,
+    "val": {"hr_10": np.float32(0.5), "ndcg_10": 0.25},
+    "test": {"hr_10": 0.375, "full_hr_10": float("nan")},
+}
+CLIENTS = pd.DataFrame(
+    {
+        "user": ["a", "b", "c"],
+        "train_items": [3, 4, 9],
+        "rank_val": [1, 50, 7],
+        "rank_test": [2, 60, 11],
+        "full_rank_val": [5, 900, 70],
+        "full_rank_test": [8, 901, 72],
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One database for the whole file: creating one takes seconds."""
+    return f"sqlite:///{tmp_path_factory.mktemp('store') / 'mlflow.db'}"
+
+
+@pytest.fixture
+def client(database: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
+    yield tracking._import_client()(database)
+
+
+@pytest.fixture(autouse=True)
+def no_handler_stays() -> Iterator[None]:
+    before = list(tracking.logger.handlers)
+    yield
+    left = [handler for handler in tracking.logger.handlers if handler not in before]
+    tracking.logger.handlers = before
+    assert not left, "a run left its log file attached"
+
+
+def start(out: Path, mlflow: bool = False, experiment: str = "toy", **more: Any) -> RunLog:
+    return RunLog.open(out, CONFIG, TAGS, mlflow=mlflow, run_name="toy-0", experiment=experiment, **more)
+
+
+def line(number: int) -> dict[str, float]:
+    return {"round": number, "loss": 1 / number, "val/ndcg_10": 0.1 * number, "bytes_up": 200}
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def history(client: Any, run_id: str) -> dict[tuple[str, int], float]:
+    keys = client.get_run(run_id).data.metrics
+    return {(key, point.step): point.value for key in keys for point in client.get_metric_history(run_id, key)}
+
+
+def test_the_folder_is_complete_without_mlflow(tmp_path: Path) -> None:
+    log = start(tmp_path / "a" / "run")
+    for number in (1, 2, 3):
+        log.round(line(number))
+    logging.getLogger("fedbench.anything").info("a word for the log")
+    log.finish(SUMMARY, CLIENTS)
+    out = tmp_path / "a" / "run"
+    assert read(out / "config.json") == CONFIG
+    assert tracking.read_metrics(out / "metrics.jsonl") == [line(1), line(2), line(3)]
+    assert pd.read_parquet(out / "per_client.parquet").equals(CLIENTS)
+    assert {path.name for path in (out / "figures").iterdir()} == {"convergence.png", "distribution.png"}
+    assert "a word for the log" in (out / "log.txt").read_text()
+    summary = read(out / "summary.json")
+    assert summary["val"] == {"hr_10": 0.5, "ndcg_10": 0.25}
+    assert summary["test"]["full_hr_10"] is None
+    env = read(out / "env.json")
+    assert env["packages"]["torch"] and env["cpu_count"] and env["torch_threads"] >= 1
+    assert (log.run_id, log.link) == (None, None)
+    assert not list(out.glob("*.part"))
+
+
+def test_mlflow_is_not_imported_until_it_is_used() -> None:
+    code = "import sys, fedbench.tracking; print([m for m in ('mlflow', 'torch', 'matplotlib') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_failing_round_leaves_the_lines_before_it(tmp_path: Path) -> None:
+    log = start(tmp_path)
+    log.round(line(1))
+    # read before the run ends: a line is on disk as soon as its round is over
+    assert tracking.read_metrics(tmp_path / "metrics.jsonl") == [line(1)]
+    log.end("FAILED")
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_loss_that_is_not_finite_is_null(tmp_path: Path) -> None:
+    log = start(tmp_path)
+    log.round({"round": 1, "loss": float("nan"), "val/hr_10": np.float64("inf")})
+    log.end("FAILED")
+    assert read(tmp_path / "metrics.jsonl") == {"round": 1, "loss": None, "val/hr_10": None}
+
+
+def test_out_that_holds_a_run_is_refused(tmp_path: Path) -> None:
+    start(tmp_path).end("FAILED")
+    with pytest.raises(UsageError, match=r"already holds a run; choose another or use --resume"):
+        start(tmp_path)
+
+
+@pytest.mark.parametrize("below", ["", "deeper/run"])
+def test_out_that_cannot_be_made_is_one_line(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError) as caught:
+        start(tmp_path / "file" / below)
+    assert caught.value.exit_code == 2
+    assert str(tmp_path / "file") in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_resume_keeps_the_rounds_before_and_drops_those_done_again(tmp_path: Path) -> None:
+    log = start(tmp_path)
+    for number in (1, 2, 3):
+        log.round(line(number))
+    log.end("KILLED")
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"round": 4, "lo')
+    (tmp_path / "summary.json").write_text("{}")
+    log = start(tmp_path, resume=True)
+    assert (tmp_path / "summary.json").exists()
+    log.round({**line(3), "loss": 0.25})
+    assert not (tmp_path / "summary.json").exists()
+    log.finish(SUMMARY, CLIENTS)
+    assert tracking.read_metrics(tmp_path / "metrics.jsonl") == [line(1), line(2), {**line(3), "loss": 0.25}]
+
+
+def test_mlflow_holds_what_the_folder_holds(tmp_path: Path, client: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    log = start(tmp_path, mlflow=True)
+    for number in (1, 2, 3):
+        log.round(line(number))
+    log.finish(SUMMARY, CLIENTS)
+    assert capfd.readouterr().err == ""
+    run = client.get_run(log.run_id)
+    expected = {
+        (key, item["round"]): value for item in tracking.read_metrics(tmp_path / "metrics.jsonl") for key, value in item.items()
+    }
+    stored = history(client, log.run_id)
+    assert {place: value for place, value in stored.items() if "/" not in place[0] or place[0] == "val/ndcg_10"} == {
+        place: value for place, value in expected.items() if place[0] != "round"
+    }
+    final = {key: value for key, value in run.data.metrics.items() if key.startswith(("best/", "summary/"))}
+    assert final == {
+        "best/val/hr_10": 0.5,
+        "best/val/ndcg_10": 0.25,
+        "best/test/hr_10": 0.375,
+        "summary/best_round": 2,
+        "summary/bytes_up": 600,
+    }
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {
+        "algo": "toy",
+        "rounds": "3",
+        "clients_per_round": "all",
+        "n": "all",
+        "local_epochs": "2",
+        "e": "2",
+        "protocol.split": "time",
+    }
+    assert run.data.tags.items() >= {**TAGS, "kind": "run", "mlflow.runName": "toy-0"}.items()
+    assert {item.path for item in client.list_artifacts(log.run_id)} == {
+        "summary.json",
+        "config.json",
+        "per_client.parquet",
+        "figures",
+    }
+    experiment = client.get_experiment_by_name("toy").experiment_id
+    ui = f"http://127.0.0.1:5000/#/experiments/{experiment}/runs?workflowType=machine_learning&compareRunsMode=CHART"
+    assert log.link == ui
+    assert log.tracking_seconds > 0
+    assert read(tmp_path / "env.json")["mlflow_run_id"] == log.run_id
+
+
+def test_a_resumed_run_is_whole_in_mlflow(tmp_path: Path, client: Any) -> None:
+    first = start(tmp_path, mlflow=True)
+    first.round(line(1))
+    first.end("KILLED")
+    second = start(tmp_path, mlflow=True, resume=True)
+    second.round(line(2))
+    second.end("FAILED")
+    assert {step for _, step in history(client, second.run_id)} == {1, 2}
+    assert client.get_run(second.run_id).data.tags["resumes"] == first.run_id
+    assert [client.get_run(log.run_id).info.status for log in (first, second)] == ["KILLED", "FAILED"]
+
+
+def test_many_params_and_rounds_go_in_batches(tmp_path: Path, client: Any) -> None:
+    config = {f"key_{i}": "x" * 7000 if i == 0 else i for i in range(250)} | {
+        "clients_per_round": 50,
+        "odd@key": None,
+        "empty": "",
+    }
+    log = RunLog.open(tmp_path, config, TAGS, mlflow=True, run_name="big", experiment="toy")
+    for number in range(1, 502):
+        log.round(line(number))
+    log.end("FAILED")
+    params = client.get_run(log.run_id).data.params
+    assert len(params) == 254 and len(params["key_0"]) == 6000
+    assert (params["n"], params["odd_key"]) == ("50", "none")
+    # get_metric_history gives all 501 points: 1503 metrics, more than one batch takes
+    assert len(client.get_metric_history(log.run_id, "loss")) == 501
+
+
+def test_rounds_reach_mlflow_while_the_run_goes_on(tmp_path: Path, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr(tracking, "FLUSH_SHARE", float("inf"))
+    log = start(tmp_path, mlflow=True)
+    for number in (1, 2):
+        log.round(line(number))
+        assert len(client.get_metric_history(log.run_id, "loss")) == number
+    monkeypatch.setattr(tracking, "FLUSH_SECONDS", 3600.0)
+    log.round(line(3))
+    log.round(line(4))
+    assert len(client.get_metric_history(log.run_id, "loss")) == 3
+    log.end("KILLED")
+    assert len(client.get_metric_history(log.run_id, "loss")) == 4
+
+
+def test_a_dead_server_costs_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://someone:secret@127.0.0.1:9")
+    with caplog.at_level(logging.WARNING):
+        log = start(tmp_path, mlflow=True)
+        for number in (1, 2, 3):
+            log.round(line(number))
+        log.finish(SUMMARY, CLIENTS)
+    assert [record.name for record in caplog.records] == ["fedbench"]
+    warning = caplog.records[0].getMessage()
+    assert "given up" in warning and str(tmp_path) in warning and "secret" not in warning
+    assert (log.run_id, log.link) == (None, None)
+    assert len(tracking.read_metrics(tmp_path / "metrics.jsonl")) == 3
+    assert (tmp_path / "summary.json").exists()
+
+
+def test_a_server_that_dies_in_mid_run_is_asked_no_more(tmp_path: Path, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "FLUSH_SECONDS", 0.0)
+    log = start(tmp_path, mlflow=True)
+    calls = []
+
+    def refuse(*arguments: Any, **more: Any) -> None:
+        calls.append(arguments)
+        raise ConnectionError("gone")
+
+    assert log._mirror is not None and log._mirror._client is not None
+    monkeypatch.setattr(log._mirror._client, "log_batch", refuse)
+    for number in (1, 2, 3):
+        log.round(line(number))
+    log.finish(SUMMARY, CLIENTS)
+    assert len(calls) == 1
+    assert (tmp_path / "summary.json").exists()
+
+
+def run_child(code: str, *arguments: str, cwd: Path, database: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "MLFLOW_TRACKING_URI": database, "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from fedbench.tracking import RunLog
+log = RunLog.open(Path(sys.argv[1]), {"algo": "toy"}, {}, True, "child", sys.argv[2])
+log.round({"round": 1, "loss": 1.0})
+print(log.run_id, flush=True)
+"""
+
+
+def test_a_killed_run_is_marked_by_the_next(tmp_path: Path, client: Any, database: str) -> None:
+    child = run_child(
+        CHILD + "import time\ntime.sleep(600)\n",
+        str(tmp_path / "killed"),
+        "kill",
+        cwd=tmp_path,
+        database=database,
+    )
+    assert child.stdout is not None
+    killed = child.stdout.readline().strip()
+    try:
+        assert tracking.mark_stale("kill") == 0
+        assert client.get_run(killed).info.status == "RUNNING"
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+        child.communicate()
+    log = start(tmp_path / "next", mlflow=True, experiment="kill")
+    assert client.get_run(killed).info.status == "KILLED"
+    assert client.get_run(log.run_id).info.status == "RUNNING"
+    assert tracking.mark_stale("kill") == 0
+    log.end("KILLED")
+
+
+def test_a_pid_used_again_by_another_process_is_no_sign_of_life() -> None:
+    own = os.getpid()
+    assert tracking._alive(own, tracking._started(own))
+    if Path("/proc/self/stat").exists():
+        assert not tracking._alive(own, "1")
+
+
+@pytest.mark.slow
+def test_two_processes_create_one_database(tmp_path: Path) -> None:
+    database = f"sqlite:///{tmp_path / 'fresh.db'}"
+    children = [
+        run_child(CHILD + "log.end('FAILED')\n", str(tmp_path / name), "both", cwd=tmp_path, database=database) for name in "ab"
+    ]
+    outputs = [child.communicate(timeout=120) for child in children]
+    ids = {out.strip() for out, _ in outputs}
+    assert len(ids) == 2 and "None" not in ids
+    assert [chatter for _, chatter in outputs] == ["", ""]
+    assert [child.returncode for child in children] == [0, 0]
+
+
+def test_the_link_is_built_on_a_servers_own_address() -> None:
+    assert tracking._ui_address("https://me:pw@host:8080/mlflow/") == "https://host:8080/mlflow"
+    assert tracking._ui_address("postgresql://me:pw@host/db") == tracking.LOCAL_UI
+
+
+def test_quiet_silences_the_console_and_not_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = list(tracking.logger.handlers)
+    tracking.setup_logging(quiet=True, debug=False)
+    try:
+        log = start(tmp_path)
+        tracking.logger.info("for the file")
+        tracking.logger.warning("for both")
+        log.end("FAILED")
+    finally:
+        tracking.logger.handlers = before
+    console = capsys.readouterr().err
+    assert "for both" in console and "for the file" not in console
+    assert "for the file" in (tmp_path / "log.txt").read_text()
