@@ -145,7 +145,7 @@ class FedEM(Algorithm):
 
     def weights(self, tables: Tensor, samples: Tensor) -> Tensor:
         """[S, M, d], [S] -> [S, S]: row u says how much each table weighs in client u's mixture."""
-        p = (samples / samples.sum().clamp(min=1)).double()
+        p = samples.double() / samples.sum().clamp(min=1)
         if self.aggregation == "avg":
             return solve_weights(p.expand(len(p), -1), self.solver, self.max_weight)
         sigma = similarity(signatures(tables), self.similarity)

@@ -40,6 +40,39 @@ def spread(rank: np.ndarray) -> dict[str, float]:
     return {"mrr_p10": float(np.percentile(reciprocal, 10)), "mrr_worst_decile": float(worst.mean())}
 
 
+def chance_metrics(split: Split) -> dict[str, float]:
+    """What a ranking that knows nothing gets on test, exactly: the rank is uniform over the candidates."""
+    width = split.test_candidates.shape[1] + 1
+    sampled = ranking_metrics(np.arange(1, width + 1))
+    free = split.items - split.train_counts - 1
+    top = np.arange(1, max(KS) + 1)
+    gain = 1 / np.log2(top + 1)
+    full = {"full_mrr": float(np.mean([(1 / np.arange(1, n + 1)).mean() for n in np.unique(free)]))}
+    for k in KS:
+        full[f"full_hr_{k}"] = float(np.minimum(1, k / free).mean())
+        full[f"full_ndcg_{k}"] = float((np.cumsum(gain)[np.minimum(k, free) - 1] / free).mean())
+    return {**sampled, **full}
+
+
+def popularity_ranks(split: Split) -> dict[str, np.ndarray]:
+    """val, test, full_val, full_test [U] when items are ranked by how many clients train on them: the floor that every table shows."""
+    count = np.bincount(split.train_item, minlength=split.items)
+    at_least = len(count) - np.searchsorted(np.sort(count), np.arange(count.max() + 1))
+    counts = split.train_counts
+    row = np.repeat(np.arange(split.clients), counts)
+    ranks = {}
+    for name, target, candidates in (
+        ("val", split.val_item, split.val_candidates),
+        ("test", split.test_item, split.test_candidates),
+    ):
+        ranks[name] = 1 + (count[candidates] >= count[target][:, None]).sum(axis=1)
+        met = np.bincount(row[count[split.train_item] >= count[target][row]], minlength=split.clients)
+        if name == "test":
+            met = met + (count[split.val_item] >= count[target])
+        ranks[f"full_{name}"] = at_least[count[target]] - met
+    return ranks
+
+
 def rating_metrics(predicted: np.ndarray, rating: np.ndarray, low: float, high: float) -> dict[str, float]:
     """RMSE, MAE and accuracy (within half a point) of predictions clamped to the rating scale."""
     error = np.clip(np.asarray(predicted, np.float64), low, high) - np.asarray(rating, np.float64)

@@ -1,0 +1,42 @@
+"""A run's state on disk: safetensors and JSON, written aside and renamed, so that a reader finds the old state or the new one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fedbench.errors import FedbenchError
+
+
+def save(folder: Path, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Replace folder/checkpoint by this state."""
+    fresh, place, old = folder / "checkpoint.new", folder / "checkpoint", folder / "checkpoint.old"
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, fresh / "state.safetensors")
+    (fresh / "state.json").write_text(json.dumps(facts))
+    for file in fresh.iterdir():
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+    if place.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        place.rename(old)
+    fresh.rename(place)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load(folder: Path, device: str) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    """The saved state, or None if there is none."""
+    for place in (folder / "checkpoint", folder / "checkpoint.old"):
+        if (place / "state.json").exists():
+            try:
+                return json.loads((place / "state.json").read_text()), load_file(place / "state.safetensors", device=device)
+            except Exception as error:
+                raise FedbenchError(f"{place} cannot be read ({error}); start again with another --out") from None
+    return None

@@ -1,0 +1,113 @@
+"""The slow, obvious engine: one client after another, autograd and torch.optim, no padding, no mask, no mapping.
+
+It takes the algorithm's own functions for one client and the same randomness, so the batched engine must give the same numbers.
+`python -m fedbench bench` times the batched engine against it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbench.aggregate import Rows
+from fedbench.algorithm import Algorithm, Answer, Batch, Tensors, World
+from fedbench.draw import keys
+from fedbench.engine import Uploads
+from fedbench.split import Samples, orders
+
+OPTIMIZERS = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+
+
+def run_cohort(
+    algorithm: Algorithm, world: World, server: Tensors, kept: Tensors, samples: Samples, seed: int, when: int
+) -> tuple[Uploads, list[float]]:
+    """One round. `kept` (name -> [U, ...]) is updated in place; returns the uploads and each client's running mean loss."""
+    answer = algorithm.answer(server)
+    stream = keys(seed, when, "shuffle", samples.clients)
+    uploaded, losses = [], []
+    for c, client in enumerate(samples.clients):
+        rows = torch.from_numpy(samples.row[samples.row_ptr[c] : samples.row_ptr[c + 1]].astype(np.int64))
+        local = torch.from_numpy(samples.local[samples.ptr[c] : samples.ptr[c + 1]].astype(np.int64))
+        label = torch.from_numpy(samples.label[samples.ptr[c] : samples.ptr[c + 1]])
+        one, loss = run_client(algorithm, answer, kept, int(client), rows, local, label, stream[c : c + 1])
+        uploaded.append((rows, one))
+        losses.append(loss)
+    return stack(algorithm, world, kept, samples, uploaded), losses
+
+
+def run_client(
+    algorithm: Algorithm, answer: Answer, kept: Tensors, client: int, rows: Tensor, local: Tensor, label: Tensor, stream: np.ndarray
+) -> tuple[Tensors, float]:
+    """Receive, train, keep, upload."""
+    own = {name: tensor[client] for name, tensor in kept.items()}
+    sent = sent_to(answer, client)
+    held = algorithm.receive(own, sent)
+    kept_tables = [name for name in algorithm.tables if name in kept]
+    whole = {name: held[name] for name in kept_tables}
+    held = {name: (value[rows] if name in algorithm.tables else value).clone() for name, value in held.items()}
+    sent = {name: value[rows] if name in algorithm.tables else value for name, value in sent.items()}
+    loss = train_client(algorithm, held, sent, local, label, stream)
+    for name in kept:
+        if name in kept_tables:
+            kept[name][client] = whole[name]
+            kept[name][client][rows] = held[name]
+        else:
+            kept[name][client] = held[name]
+    mine = {**held, **{name: kept[name][client] for name in kept_tables}}
+    return algorithm.upload(mine, {} if kept_tables else sent, torch.tensor(float(len(label)))), loss
+
+
+def train_client(algorithm: Algorithm, held: Tensors, sent: Tensors, local: Tensor, label: Tensor, stream: np.ndarray) -> float:
+    """Local epochs over shuffled batches; `held` is trained in place."""
+    phases = algorithm.phases(sent)
+    if not phases or len(label) == 0:
+        return 0.0
+    dtype = held[phases[0].names[0]].dtype
+    label = label.to(dtype)
+    optimizers = []
+    for phase in phases:
+        parameters = [held[name].requires_grad_() for name in phase.names]
+        optimizers.append(OPTIMIZERS[phase.optimizer](parameters, lr=phase.lr))
+    total, seen, before = 0.0, 0, 0.0
+    size = algorithm.batch_size
+    order = np.empty(len(label), np.int64)
+    for epoch in range(algorithm.local_epochs):
+        orders(stream, np.array([0, len(label)]), epoch, size, order)
+        for take in torch.from_numpy(order).split(size):
+            batch = Batch(local[take], label[take], torch.ones(len(take), dtype=dtype))
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                loss = algorithm.loss(held, sent, batch)
+                loss.backward()
+                optimizer.step()
+            total += float(loss.detach()) * len(take)
+            seen += len(take)
+        mean = total / seen
+        if epoch > 0 and abs(mean - before) / abs(before + 1e-5) < algorithm.stop_below:
+            break
+        before = mean
+    for tensor in held.values():
+        tensor.requires_grad_(False)
+    return mean
+
+
+def sent_to(answer: Answer, client: int) -> Tensors:
+    """What the server sends to one client."""
+    sent = dict(answer.shared)
+    if answer.slot is not None and answer.slot[client] >= 0:
+        sent |= {name: value[answer.slot[client]] for name, value in answer.personal.items()}
+    return sent
+
+
+def stack(algorithm: Algorithm, world: World, kept: Tensors, samples: Samples, uploaded: list[tuple[Tensor, Tensors]]) -> Uploads:
+    """The clients' uploads side by side."""
+    tensors: dict[str, Tensor | Rows] = {}
+    for name in uploaded[0][1]:
+        if name in algorithm.tables and name not in kept:
+            client = torch.repeat_interleave(torch.arange(len(uploaded)), torch.tensor([len(rows) for rows, _ in uploaded]))
+            item = torch.cat([rows for rows, _ in uploaded])
+            tensors[name] = Rows(client, item, torch.cat([one[name] for _, one in uploaded]), len(uploaded))
+        else:
+            tensors[name] = torch.stack([one[name] for _, one in uploaded])
+    return Uploads(world, torch.from_numpy(samples.clients), tensors)
