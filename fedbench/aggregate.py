@@ -46,6 +46,8 @@ def signatures(tables: Tensor) -> Tensor:
     for chunk, out in zip(tables.split(size), scores.split(size), strict=True):
         centred = chunk - chunk.mean(dim=1, keepdim=True)
         covariance = centred.transpose(1, 2) @ centred
+        if not covariance.isfinite().all():
+            raise FedbenchError("an uploaded item table is not finite: training diverged; lower the learning rate")
         direction = torch.linalg.eigh(covariance.double()).eigenvectors[:, :, -1].to(tables.dtype)
         out.copy_((centred @ direction.unsqueeze(-1)).squeeze(-1))
         largest = out.gather(1, out.abs().argmax(dim=1, keepdim=True))
@@ -92,9 +94,9 @@ def solve_weights(target: Tensor, solver: str, max_weight: float = 1.0) -> Tenso
     Without a cap that is the projection onto the simplex (exact); with one, and on request, cvxpy solves it.
     """
     size = target.shape[-1]
-    if max_weight * size < 1:
+    if max_weight * size < 1 - 1e-9:
         raise UsageError(f"--max-weight {max_weight:g} cannot hold for {size} aggregated clients: their weights must sum to 1; "
-                         f"use at least {1 / size:.4g} or aggregate more clients")  # fmt: skip
+                         f"use at least {np.ceil(1e6 / size) / 1e6:g} or aggregate more clients")  # fmt: skip
     if solver == "exact" and max_weight >= 1:
         return project_to_simplex(target)
     problem, x, parameter = _problem(size, max_weight)

@@ -142,6 +142,9 @@ class Algorithm:
 
 
 def bce(logits: Tensor, batch: Batch) -> Tensor:
-    """[B] -> scalar: mean binary cross-entropy over the samples that are not padding."""
-    losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.label, weight=batch.weight, reduction="sum")
-    return losses / batch.weight.sum().clamp(min=1)
+    """[B] -> scalar: mean binary cross-entropy over the samples that are not padding.
+
+    Written with the label as a sign: sigmoid(logit) - 1 would lose all its digits for a large logit, and Adam would magnify the rest.
+    """
+    losses = -torch.nn.functional.logsigmoid((2 * batch.label - 1) * logits)
+    return (batch.weight * losses).sum() / batch.weight.sum().clamp(min=1)

@@ -19,7 +19,7 @@ def save(folder: Path, facts: dict[str, Any], tensors: dict[str, Tensor]) -> Non
     fresh, place, old = folder / "checkpoint.new", folder / "checkpoint", folder / "checkpoint.old"
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, fresh / "state.safetensors")
+    save_file(_apart(tensors), fresh / "state.safetensors")
     (fresh / "state.json").write_text(json.dumps(facts))
     for file in fresh.iterdir():
         with file.open("rb") as handle:
@@ -29,6 +29,18 @@ def save(folder: Path, facts: dict[str, Any], tensors: dict[str, Tensor]) -> Non
         place.rename(old)
     fresh.rename(place)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous, and no two in the same memory: the format refuses those."""
+    out: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for name, tensor in tensors.items():
+        whole = tensor.contiguous()
+        place = whole.untyped_storage().data_ptr()
+        out[name] = whole.clone() if place in taken else whole
+        taken.add(place)
+    return out
 
 
 def load(folder: Path, device: str) -> tuple[dict[str, Any], dict[str, Tensor]] | None:

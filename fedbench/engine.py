@@ -179,6 +179,9 @@ class Engine:
         stream = keys(self.seed, when, "shuffle", samples.clients)
         losses = torch.zeros(len(samples.clients), dtype=torch.float64)
         parts: list[tuple[Block, Tensors]] = []
+        if any(name in store.tensors for name in self.algorithm.tables) and sent.any():
+            # before the cohort is cut: the last bits of a batched product depend on how many clients are in it
+            merge_whole_tables(self.algorithm, torch.from_numpy(samples.clients[sent]).to(self.device), answer, store)
         for position in blocks(samples, sent, self.algorithm.batch_size, self.block_rows):
             block = pack(samples, position, stream, bool(sent[position[0]]), self.dtype, self.device)
             loss, part = self.run_block(block, answer, store)
@@ -187,11 +190,9 @@ class Engine:
         return Round(self.collect(parts, store, samples), losses, bytes_down(answer, int(sent.sum()), self.world))
 
     def run_block(self, block: Block, answer: Answer, store: ClientStore) -> tuple[Tensor, Tensors]:
-        """Receive, train, keep; returns the losses [C] and what the block uploads of shared tables."""
+        """Receive (own tables are merged by now), train, keep; returns the losses [C] and what is uploaded of shared tables."""
         algorithm = self.algorithm
         own_tables = [name for name in algorithm.tables if name in store.tensors]
-        if own_tables and block.sent:
-            merge_whole_tables(algorithm, block.clients, answer, store)
         own = {n: t[block.clients[:, None], block.rows] if n in algorithm.tables else t[block.clients] for n, t in store.tensors.items()}
         sent = sent_rows(answer, block, algorithm.tables)
         held = own if own_tables and block.sent else vmapped(algorithm.receive, own, sent)
@@ -223,11 +224,12 @@ class Engine:
             held[name] = held[name].clone()
         common = (block.stream, block.local.numpy(), block.label.numpy(), block.counts, block.touched,
                   held[plan.user].numpy(), held[plan.items].numpy())  # fmt: skip
+        tiny = common[-1].dtype.type(fused.TINY[common[-1].itemsize])
         if isinstance(plan, fused.ElasticBCE):
             fused.train_elastic(*common, sent[plan.items].contiguous().numpy(), held[plan.adapter].numpy(), np.array(plan.sizes),
-                                a.local_epochs, a.batch_size, plan.lr, plan.lr_adapter, a.stop_below, loss.numpy())  # fmt: skip
+                                a.local_epochs, a.batch_size, plan.lr, plan.lr_adapter, a.stop_below, tiny, loss.numpy())  # fmt: skip
         else:
-            fused.train_dot(*common, a.local_epochs, a.batch_size, plan.lr, a.stop_below, loss.numpy())
+            fused.train_dot(*common, a.local_epochs, a.batch_size, plan.lr, a.stop_below, tiny, loss.numpy())
         return held, loss
 
     def train_generic(self, block: Block, held: Tensors, sent: Tensors, phases: tuple[Phase, ...]) -> tuple[Tensors, Tensor]:
@@ -251,7 +253,8 @@ class Engine:
         clients = torch.from_numpy(samples.clients).to(self.device)
         tables = self.algorithm.tables
         if any(name in store.tensors for name in tables):
-            own = store.read(clients, whole=n == self.world.clients)
+            everybody = np.array_equal(samples.clients, np.arange(self.world.clients))
+            own = store.read(clients, whole=everybody)
             counts = torch.from_numpy(samples.counts).to(self.device, self.dtype)
             return Uploads(self.world, clients, vmapped(self.algorithm.upload, own, {}, counts))
         tensors: dict[str, Tensor | Rows] = {}

@@ -17,6 +17,12 @@ from fedbench.split import shuffle
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 """Adam's constants, as in torch.optim.Adam"""
+FAST = {"reassoc", "contract", "arcp", "nsz"}
+"""sums may be reordered, as vector instructions need; infinities and NaN keep their meaning"""
+TINY = {4: 1e-17, 8: 1e-150}
+"""by bytes a number: a slope below this is 0, for its square would be subnormal and a hundred times slower to compute with"""
+LOGS = 256
+"""factors between 1 and 2 that are multiplied before a logarithm is taken"""
 
 
 @dataclass(frozen=True)
@@ -40,39 +46,49 @@ class ElasticBCE(DotBCE):
     lr_adapter: float = 0.1
 
 
-@njit(inline="always", fastmath=True)
-def _adam(param, grad, first, second, step, lr, one):  # noqa: ANN001, ANN202
-    """One Adam step over flat arrays, in place."""
-    b1, b2 = one * BETA1, one * BETA2
-    c1, c2 = one - b1, one - b2
-    rate = one * (lr / (1.0 - BETA1**step))
-    root = one * (1.0 / math.sqrt(1.0 - BETA2**step))
-    eps = one * EPSILON
+@njit(fastmath=FAST)
+def _adam(param, grad, first, second, step, lr, tiny):  # noqa: ANN001, ANN202
+    """One Adam step over flat arrays, in place. Constants take the arrays' type: a float64 among them would halve the speed."""
+    kind = param.dtype.type
+    b1, b2, c1, c2 = kind(BETA1), kind(BETA2), kind(1 - BETA1), kind(1 - BETA2)
+    rate = kind(lr / (1 - BETA1**step))
+    root = kind(1 / math.sqrt(1 - BETA2**step))
+    eps, zero = kind(EPSILON), kind(0)
     for i in range(param.size):
-        g = grad[i]
+        g = grad[i] if abs(grad[i]) > tiny else zero
         first[i] = b1 * first[i] + c1 * g
         second[i] = b2 * second[i] + c2 * g * g
         param[i] -= rate * first[i] / (np.sqrt(second[i]) * root + eps)
 
 
-@njit(inline="always", fastmath=True)
-def _log_loss(logit, label):  # noqa: ANN001, ANN202
-    """Binary cross-entropy of one logit."""
-    return max(logit, 0.0) - logit * label + math.log1p(math.exp(-abs(logit)))
+@njit(fastmath=FAST)
+def _tail(x, one, tiny):  # noqa: ANN001, ANN202
+    """exp(-|x|) and sigmoid(x), neither below tiny."""
+    tail = max(np.exp(-abs(x)), tiny)
+    return tail, (one if x > 0 else tail) / (one + tail)
 
 
-@njit(inline="always", fastmath=True)
+@njit(fastmath=FAST)
+def _bce(logit, label, one, tiny):  # noqa: ANN001, ANN202
+    """Binary cross-entropy of one logit, with the label as a sign (see fedbench.algorithm.bce): a + log(b), and its slope."""
+    sign = label + label - one
+    tail, wrong = _tail(-sign * logit, one, tiny)
+    return max(-sign * logit, one - one), 1.0 + tail, -sign * wrong
+
+
+@njit(fastmath=FAST)
 def _settled(total, seen, before, tolerance, epoch):  # noqa: ANN001, ANN202
     """Running mean loss, and whether it hardly changed since the epoch before."""
     mean = total / seen
     return mean, epoch > 0 and abs(mean - before) / abs(before + 1e-5) < tolerance
 
 
-@njit(parallel=True, fastmath=True, cache=True)
-def train_dot(stream, local, label, count, touched, user, rows, epochs, batch, lr, tolerance, loss):  # noqa: ANN001, ANN201
+@njit(parallel=True, fastmath=FAST, cache=True)
+def train_dot(stream, local, label, count, touched, user, rows, epochs, batch, lr, tolerance, tiny, loss):  # noqa: ANN001, ANN201
     """[C] clients at once; user [C, d] and rows [C, T, d] are trained in place, loss [C] is the running mean."""
     d = user.shape[1]
-    one = user.dtype.type(1)
+    kind = user.dtype.type
+    one, zero = kind(1), kind(0)
     for c in prange(count.size):
         n, t = count[c], touched[c]
         if n == 0:
@@ -87,33 +103,59 @@ def train_dot(stream, local, label, count, touched, user, rows, epochs, batch, l
             shuffle(order, stream[c], epoch, batch)
             for start in range(0, n, batch):
                 stop = min(start + batch, n)
-                share = one / (stop - start)
+                share = kind(1 / (stop - start))
                 gq[:] = 0
                 gp[:] = 0
+                product = 1.0  # one logarithm for many samples: each factor is between 1 and 2
                 for s in range(start, stop):
                     at = order[s]
                     i = local[c, at]
-                    logit = one * 0
+                    logit = zero
                     for j in range(d):
                         logit += p[j] * q[i, j]
-                    error = (one / (one + np.exp(-logit)) - label[c, at]) * share
+                    linear, factor, slope = _bce(logit, label[c, at], one, tiny)
+                    total += linear
+                    product *= factor
+                    if s % LOGS == 0:
+                        total += math.log(product)
+                        product = 1.0
+                    error = slope * share
                     for j in range(d):
                         gp[j] += error * q[i, j]
                         gq[i, j] += error * p[j]
-                    total += _log_loss(logit, label[c, at])
+                total += math.log(product)
                 seen += stop - start
                 step += 1
-                _adam(flat, gq.reshape(t * d), mq, vq, step, lr, one)
-                _adam(p, gp, mp, vp, step, lr, one)
+                _adam(flat, gq.reshape(t * d), mq, vq, step, lr, tiny)
+                _adam(p, gp, mp, vp, step, lr, tiny)
             mean, settled = _settled(total, seen, mean, tolerance, epoch)
             if settled:
                 break
         loss[c] = mean
 
 
-@njit(inline="always", fastmath=True)
-def _forward(weights, sizes, acts, n):  # noqa: ANN001, ANN202
+@njit(fastmath=FAST)
+def _add_products(out, values, first, weights, at, stride, count, n):  # noqa: ANN001, ANN202
+    """out[s] += sum over k < count of weights[at + k·stride] · values[first + k, s]; four k at a time, so that `out` is read once for four."""
+    k = 0
+    while k + 4 <= count:
+        w0, w1 = weights[at + k * stride], weights[at + (k + 1) * stride]
+        w2, w3 = weights[at + (k + 2) * stride], weights[at + (k + 3) * stride]
+        a0, a1, a2, a3 = values[first + k], values[first + k + 1], values[first + k + 2], values[first + k + 3]
+        for s in range(n):
+            out[s] += w0 * a0[s] + w1 * a1[s] + w2 * a2[s] + w3 * a3[s]
+        k += 4
+    while k < count:
+        w0, a0 = weights[at + k * stride], values[first + k]
+        for s in range(n):
+            out[s] += w0 * a0[s]
+        k += 1
+
+
+@njit(fastmath=FAST)
+def _forward(weights, sizes, acts, n, tiny):  # noqa: ANN001, ANN202
     """acts [sum(sizes), B], features by samples: fill every layer after the input; ReLU inside, sigmoid at the end."""
+    one, zero = weights.dtype.type(1), weights.dtype.type(0)
     source, at = 0, 0
     for layer in range(sizes.size - 1):
         fan_in, fan_out = sizes[layer], sizes[layer + 1]
@@ -125,20 +167,43 @@ def _forward(weights, sizes, acts, n):  # noqa: ANN001, ANN202
             b = weights[bias + o]
             for s in range(n):
                 out[s] = b
-            for i in range(fan_in):
-                w = weights[at + o * fan_in + i]
-                a = acts[source + i]
+            _add_products(out, acts, source, weights, at + o * fan_in, 1, fan_in, n)
+            if last:
                 for s in range(n):
-                    out[s] += w * a[s]
-            for s in range(n):
-                out[s] = 1 / (1 + np.exp(-out[s])) if last else max(out[s], 0)
+                    out[s] = _tail(out[s], one, tiny)[1]
+            else:
+                for s in range(n):
+                    out[s] = max(out[s], zero)
         source = target
         at = bias + fan_out
 
 
-@njit(inline="always", fastmath=True)
+@njit(fastmath=FAST)
+def _weight_gradient(up, acts, source, fan_in, grad, at, n, zero):  # noqa: ANN001, ANN202
+    """grad[at + i] = sum over samples of up · acts[source + i]; four i at a time."""
+    i = 0
+    while i + 4 <= fan_in:
+        a0, a1, a2, a3 = acts[source + i], acts[source + i + 1], acts[source + i + 2], acts[source + i + 3]
+        d0, d1, d2, d3 = zero, zero, zero, zero
+        for s in range(n):
+            d0 += up[s] * a0[s]
+            d1 += up[s] * a1[s]
+            d2 += up[s] * a2[s]
+            d3 += up[s] * a3[s]
+        grad[at + i], grad[at + i + 1], grad[at + i + 2], grad[at + i + 3] = d0, d1, d2, d3
+        i += 4
+    while i < fan_in:
+        a0, d0 = acts[source + i], zero
+        for s in range(n):
+            d0 += up[s] * a0[s]
+        grad[at + i] = d0
+        i += 1
+
+
+@njit(fastmath=FAST)
 def _backward(weights, sizes, acts, delta, grad, n, of_weights):  # noqa: ANN001, ANN202
     """delta's last row holds d loss / d logit; fill `grad` (of the weights), or the first rows of `delta` (of the input)."""
+    zero = weights.dtype.type(0)
     target, end = 0, 0
     for layer in range(sizes.size - 1):
         target += sizes[layer]
@@ -151,96 +216,99 @@ def _backward(weights, sizes, acts, delta, grad, n, of_weights):  # noqa: ANN001
         if of_weights:
             for o in range(fan_out):
                 up = delta[target + o]
-                sum_up = weights[0] * 0
+                sum_up = zero
                 for s in range(n):
                     sum_up += up[s]
                 grad[bias + o] = sum_up
-                for i in range(fan_in):
-                    a = acts[source + i]
-                    dot = weights[0] * 0
-                    for s in range(n):
-                        dot += up[s] * a[s]
-                    grad[at + o * fan_in + i] = dot
+                _weight_gradient(up, acts, source, fan_in, grad, at + o * fan_in, n, zero)
         if layer > 0 or not of_weights:
             for i in range(fan_in):
                 down = delta[source + i]
                 for s in range(n):
-                    down[s] = 0
-                for o in range(fan_out):
-                    w = weights[at + o * fan_in + i]
-                    up = delta[target + o]
-                    for s in range(n):
-                        down[s] += w * up[s]
+                    down[s] = zero
+                _add_products(down, delta, target, weights, at + i, fan_in, fan_out, n)
                 if layer > 0:
                     a = acts[source + i]
                     for s in range(n):
-                        if a[s] <= 0:
-                            down[s] = 0
+                        down[s] = down[s] if a[s] > 0 else zero
         target = source
         end = at
 
 
-@njit(parallel=True, fastmath=True, cache=True)
-def train_elastic(stream, local, label, count, touched, user, rows, sent, adapter, sizes, epochs, batch, lr, lr_adapter, tolerance, loss):  # noqa: ANN001, ANN201, E501
+@njit(parallel=True, fastmath=FAST, cache=True)
+def train_elastic(stream, local, label, count, touched, user, rows, sent, adapter, sizes, epochs, batch, lr, lr_adapter, tolerance, tiny, loss):  # noqa: ANN001, ANN201, E501
     """As train_dot, on rows merged with `sent` [C, T, d] by each client's adapter [C, A]; all three are trained in place."""
     d = user.shape[1]
-    one = user.dtype.type(1)
+    kind = user.dtype.type
+    one, zero = kind(1), kind(0)
     layers = sizes.sum()
     for c in prange(count.size):
         n, t = count[c], touched[c]
         if n == 0:
             continue
         p, q, g, w = user[c], rows[c], sent[c], adapter[c]
-        kind = user.dtype
         flat = q[:t].reshape(t * d)
         order = np.empty(n, np.int64)
         wide = min(batch, n)
-        acts, delta = np.empty((layers, wide), kind), np.empty((layers, wide), kind)
-        gq, mq, vq = np.empty((t, d), kind), np.zeros(t * d, kind), np.zeros(t * d, kind)
-        gp, mp, vp = np.empty(d, kind), np.zeros(d, kind), np.zeros(d, kind)
-        gw, mw, vw = np.empty(w.size, kind), np.zeros(w.size, kind), np.zeros(w.size, kind)
+        acts, delta = np.empty((layers, wide), user.dtype), np.empty((layers, wide), user.dtype)
+        gq, mq, vq = np.empty((t, d), user.dtype), np.zeros(t * d, user.dtype), np.zeros(t * d, user.dtype)
+        gp, mp, vp = np.empty(d, user.dtype), np.zeros(d, user.dtype), np.zeros(d, user.dtype)
+        gp_change, own, change, error = np.empty(d, user.dtype), np.empty(wide, user.dtype), np.empty(wide, user.dtype), np.empty(wide, user.dtype)
+        gw, mw, vw = np.empty(w.size, user.dtype), np.zeros(w.size, user.dtype), np.zeros(w.size, user.dtype)
         step, total, seen, mean = 0, 0.0, 0, 0.0
         for epoch in range(epochs):
             shuffle(order, stream[c], epoch, batch)
             for start in range(0, n, batch):
                 b = min(batch, n - start)
-                share = one / b
+                share = kind(1 / b)
                 for s in range(b):
                     i = local[c, order[start + s]]
                     for j in range(d):
                         acts[j, s] = q[i, j]
                         acts[d + j, s] = g[i, j] - q[i, j]
                 step += 1
-                for phase in range(2):
-                    _forward(w, sizes, acts, b)
-                    rho, top = acts[layers - 1], delta[layers - 1]
-                    gq[:] = 0
-                    gp[:] = 0
+                rho, top = acts[layers - 1], delta[layers - 1]
+                for phase in range(2):  # the adapter's step, then that of user and items
+                    _forward(w, sizes, acts, b, tiny)
                     for s in range(b):
-                        at = order[start + s]
-                        i = local[c, at]
-                        own, change = one * 0, one * 0
-                        for j in range(d):
-                            own += p[j] * acts[j, s]
-                            change += p[j] * acts[d + j, s]
-                        logit = own + rho[s] * change
-                        error = (one / (one + np.exp(-logit)) - label[c, at]) * share
-                        top[s] = error * change * rho[s] * (one - rho[s])
+                        own[s] = zero
+                        change[s] = zero
+                    _add_products(own, acts, 0, p, 0, 1, d, b)
+                    _add_products(change, acts, d, p, 0, 1, d, b)
+                    product = 1.0
+                    for s in range(b):
+                        linear, factor, slope = _bce(own[s] + rho[s] * change[s], label[c, order[start + s]], one, tiny)
+                        error[s] = slope * share
                         if phase == 1:
-                            total += _log_loss(logit, label[c, at])
-                            for j in range(d):
-                                gp[j] += error * (acts[j, s] + rho[s] * acts[d + j, s])
-                                gq[i, j] += error * p[j] * (one - rho[s])
+                            total += linear
+                            product *= factor
+                            if s % LOGS == 0:
+                                total += math.log(product)
+                                product = 1.0
+                    total += math.log(product)
+                    for s in range(b):
+                        slope = error[s] * change[s] * rho[s] * (one - rho[s])
+                        top[s] = slope if abs(slope) > tiny else zero
                     _backward(w, sizes, acts, delta, gw, b, phase == 0)
                     if phase == 0:
-                        _adam(w, gw, mw, vw, step, lr_adapter, one)
-                    else:
-                        for s in range(b):
-                            i = local[c, order[start + s]]
-                            for j in range(d):
-                                gq[i, j] += delta[j, s] - delta[d + j, s]
-                        _adam(flat, gq.reshape(t * d), mq, vq, step, lr, one)
-                        _adam(p, gp, mp, vp, step, lr, one)
+                        _adam(w, gw, mw, vw, step, lr_adapter, tiny)
+                for s in range(b):
+                    own[s] = error[s] * rho[s]
+                    change[s] = error[s] - own[s]
+                _weight_gradient(error, acts, 0, d, gp, 0, b, zero)
+                _weight_gradient(own, acts, d, d, gp_change, 0, b, zero)
+                for j in range(d):
+                    gp[j] += gp_change[j]
+                    down, down_change, share_j = delta[j], delta[d + j], p[j]
+                    for s in range(b):
+                        down[s] += change[s] * share_j - down_change[s]
+                gq[:] = 0
+                for s in range(b):
+                    i = local[c, order[start + s]]
+                    for j in range(d):
+                        gq[i, j] += delta[j, s]
+                _adam(flat, gq.reshape(t * d), mq, vq, step, lr, tiny)
+                _adam(p, gp, mp, vp, step, lr, tiny)
                 seen += b
             mean, settled = _settled(total, seen, mean, tolerance, epoch)
             if settled:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import resource
+import signal
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numba
@@ -164,36 +169,56 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
     rounds, seconds = federation.algorithm.rounds, []
     which, metric = SELECT[federation.split.protocol.select_on]
     bar = tqdm(total=rounds, initial=federation.round, desc=config.algo, unit="round", disable=config.quiet, dynamic_ncols=True)
-    try:
-        with bar:
-            while federation.round < rounds:
-                started = time.perf_counter()
-                result = federation.next_round()
-                line: dict[str, float] = {"round": federation.round}
-                if federation.algorithm.phases({}) or federation.algorithm.phases({"": torch.empty(0)}):
-                    line["loss"] = mean_loss(result, federation.round)
-                if federation.round % config.eval_every == 0 or federation.round == rounds:
-                    ranks = federation.sampled_ranks()
-                    scores = {name: ranking_metrics(rank) for name, rank in ranks.items()}
-                    line |= {f"{name}/{key}": value for name, metrics in scores.items() for key, value in metrics.items()}
-                    # a later round wins a tie on test, as in the published code; on validation the earlier one stands
-                    score = scores[which][metric]
-                    if score > best.score or (which == "test" and score == best.score):
-                        full = federation.full_ranks()
-                        best.round, best.score = federation.round, score
-                        best.ranks = {**ranks, "full_val": full["val"], "full_test": full["test"]}
-                    bar.set_postfix_str(f"val HR@10 {scores['val']['hr_10']:.3f} test HR@10 {scores['test']['hr_10']:.3f}", refresh=False)
-                line["seconds"] = time.perf_counter() - started
-                line |= {"bytes_up": federation.bytes_up, "bytes_down": federation.bytes_down}
-                line |= {"client_visits": int(federation.visits.sum())}
-                seconds.append(line["seconds"])
-                run_log.round(line)
-                bar.update()
-    except KeyboardInterrupt:
-        log.warning("interrupted after round %d; go on with --resume %s", federation.round, out)
-        save(out, federation, best, config)
-        raise
+    with bar, interrupts_between_rounds() as interrupted:
+        while federation.round < rounds:
+            started = time.perf_counter()
+            result = federation.next_round()
+            line: dict[str, float] = {"round": federation.round}
+            if federation.algorithm.phases({}) or federation.algorithm.phases({"": torch.empty(0)}):
+                line["loss"] = mean_loss(result, federation.round)
+            if federation.round % config.eval_every == 0 or federation.round == rounds:
+                ranks = federation.sampled_ranks()
+                scores = {name: ranking_metrics(rank) for name, rank in ranks.items()}
+                line |= {f"{name}/{key}": value for name, metrics in scores.items() for key, value in metrics.items()}
+                # a later round wins a tie on test, as in the published code; on validation the earlier one stands
+                score = scores[which][metric]
+                if score > best.score or (which == "test" and score == best.score):
+                    full = federation.full_ranks()
+                    best.round, best.score = federation.round, score
+                    best.ranks = {**ranks, "full_val": full["val"], "full_test": full["test"]}
+                bar.set_postfix_str(f"val HR@10 {scores['val']['hr_10']:.3f} test HR@10 {scores['test']['hr_10']:.3f}", refresh=False)
+            line["seconds"] = time.perf_counter() - started
+            line |= {"bytes_up": federation.bytes_up, "bytes_down": federation.bytes_down}
+            line |= {"client_visits": int(federation.visits.sum())}
+            seconds.append(line["seconds"])
+            run_log.round(line)
+            bar.update()
+            if interrupted():
+                log.warning("interrupted after round %d; go on with --resume %s", federation.round, out)
+                save(out, federation, best, config)
+                raise KeyboardInterrupt
     return seconds
+
+
+@contextmanager
+def interrupts_between_rounds() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C waits for the end of the round: half a round's state could not be gone on with. A second one does not wait."""
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.getsignal(signal.SIGINT)
+    mine = threading.current_thread() is threading.main_thread() and before is signal.default_int_handler
+    if mine:
+        signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: asked
+    finally:
+        if mine:
+            signal.signal(signal.SIGINT, before)
 
 
 def mean_loss(result: Round, round_: int) -> float:

@@ -1,0 +1,44 @@
+"""What the tests of engine and algorithms share: small federations, and a client that has nothing to train on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import numba
+import numpy as np
+import pytest
+import torch
+
+from datasets.synthetic import load
+from fedbench.data import DatasetOptions
+from fedbench.protocol import PRESETS
+from fedbench.split import Samples, Split, split
+
+
+@cache
+def small_split(users: int = 24, items: int = 60, interactions: int = 12, protocol: str = "clean") -> Split:
+    """Planted tastes. The defaults with batches of 32 give clients of one batch and clients of many."""
+    return split(load(DatasetOptions(users=users, items=items, interactions=interactions)), PRESETS[protocol])
+
+
+def without_samples(samples: Samples, position: int) -> Samples:
+    """The same cohort, but the client at `position` has nothing to train on."""
+    keep = np.arange(len(samples.clients)) != position
+    counts, touched = samples.counts * keep, samples.touched * keep
+    return Samples(
+        clients=samples.clients,
+        ptr=np.concatenate([[0], np.cumsum(counts)]),
+        local=samples.local[np.repeat(keep, samples.counts)],
+        label=samples.label[np.repeat(keep, samples.counts)],
+        row_ptr=np.concatenate([[0], np.cumsum(touched)]),
+        row=samples.row[np.repeat(keep, samples.touched)],
+    )
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tests are small: on busy cores a second thread costs more than it brings. A test that wants two sets them."""
+    torch.set_num_threads(1)
+    numba.set_num_threads(1)
+    yield

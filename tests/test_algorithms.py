@@ -1,0 +1,364 @@
+"""One set of tests for every algorithm. A new one joins with a class of about four lines at the end of this file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numba
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from algorithms.fedem import FedEM
+from algorithms.fedmf import FedMF
+from algorithms.local import Local
+from algorithms.popularity import Popularity
+from algorithms.random_scores import Random
+from fedbench import run
+from fedbench.aggregate import Rows
+from fedbench.algorithm import Algorithm, Tensors, World
+from fedbench.config import RunConfig
+from fedbench.draw import Draw
+from fedbench.engine import Engine, Uploads, sent_whole
+from fedbench.errors import UsageError
+from fedbench.evaluate import ranking_metrics
+from fedbench.run import Best, Federation
+from fedbench.split import Samples, cohort_of, sample_round
+from fedbench.store import ClientStore
+from tests import loop_engine
+from tests.conftest import small_split, without_samples
+
+ROUNDS = 3
+SEED = 0
+QUALITY_USERS = 400
+CHANCE = (0.1 - 3 * math.sqrt(0.09 / QUALITY_USERS), 0.1 + 3 * math.sqrt(0.09 / QUALITY_USERS))
+"""HR@10 among 1 + 99 of a ranking that knows nothing, give or take three standard errors"""
+SMALL = {"dim": 8, "batch_size": 32, "local_epochs": 3, "clients_per_round": 17}
+"""17 of 24 clients with 25 to 80 samples: one to three batches each"""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every instance of the class, with fused kernels and without; where no arithmetic is tested, only the first without."""
+    if metafunc.cls is None or "algorithm" not in metafunc.fixturenames:
+        return
+    algorithms = metafunc.cls.algorithms
+    if "kernel" not in metafunc.fixturenames:
+        metafunc.parametrize("algorithm", algorithms, ids=described)
+        return
+    arithmetic = (AlgorithmTests.test_equals_the_loop, AlgorithmTests.test_float32_stays_finite)
+    without = algorithms if metafunc.function in arithmetic else algorithms[:1]
+    pairs = [(one, "auto") for one in algorithms] + [(one, "off") for one in without]
+    metafunc.parametrize(("algorithm", "kernel"), pairs, ids=[f"{described(one)}-{kernel}" for one, kernel in pairs])
+
+
+def described(algorithm: Algorithm) -> str:
+    """What sets an instance apart from its class's defaults."""
+    plain = {**vars(type(algorithm)()), **SMALL, "adapter": (16, 8, 1)}
+    said = [f"{name}={value}" for name, value in vars(algorithm).items() if value != plain[name]]
+    return ",".join(said) or "default"
+
+
+class Trace(NamedTuple):
+    """What a few rounds left behind."""
+
+    store: Tensors
+    server: Tensors
+    losses: list[Tensor]
+    uploads: list[Tensors]
+
+
+def samples_of(algorithm: Algorithm, round_: int) -> Samples:
+    """A round's samples; the fifth client of the cohort has none."""
+    parts = small_split()
+    cohort = cohort_of(round_, parts.clients, algorithm.clients_per_round or parts.clients, algorithm.sampling, SEED)
+    return without_samples(sample_round(parts, cohort, algorithm.negatives, SEED, round_), 4)
+
+
+def small_world() -> World:
+    return World(small_split().clients, small_split().items)
+
+
+def flat(uploads: Uploads) -> Tensors:
+    """Every tensor of an upload by name, copied: those of own tables are views of the store."""
+    tensors = {}
+    for name, value in uploads.tensors.items():
+        parts = value._asdict() if isinstance(value, Rows) else {"": value}
+        tensors |= {f"{name}.{part}": torch.as_tensor(tensor).clone() for part, tensor in parts.items()}
+    return tensors
+
+
+def trace(
+    algorithm: Algorithm, dtype: torch.dtype, run_cohort: Callable[[Tensors, ClientStore, Samples, int], tuple[Uploads, Tensor]]
+) -> Trace:
+    """The first rounds, each cohort run by `run_cohort`."""
+    world, draw = small_world(), Draw(SEED, 0, None, dtype)
+    server, store = algorithm.init_server(world, draw), ClientStore(algorithm, world, draw)
+    losses, uploads = [], []
+    for round_ in range(1, ROUNDS + 1):
+        uploaded, loss = run_cohort(server, store, samples_of(algorithm, round_), round_)
+        losses.append(loss)
+        uploads.append(flat(uploaded))
+        server = algorithm.aggregate(server, uploaded, Draw(SEED, round_, None, dtype))
+    return Trace(store.tensors, server, losses, uploads)
+
+
+def by_engine(algorithm: Algorithm, dtype: torch.dtype = torch.float64, **options: Any) -> Trace:
+    engine = Engine(algorithm, small_world(), SEED, dtype=dtype, **options)
+
+    def run_cohort(server: Tensors, store: ClientStore, samples: Samples, when: int) -> tuple[Uploads, Tensor]:
+        result = engine.run_cohort(server, store, samples, when)
+        return result.uploads, result.loss
+
+    return trace(algorithm, dtype, run_cohort)
+
+
+@cache
+def by_loop(algorithm: Algorithm) -> Trace:
+    def run_cohort(server: Tensors, store: ClientStore, samples: Samples, when: int) -> tuple[Uploads, Tensor]:
+        uploads, losses = loop_engine.run_cohort(algorithm, small_world(), server, store.tensors, samples, SEED, when)
+        return uploads, torch.tensor(losses, dtype=torch.float64)
+
+    return trace(algorithm, torch.float64, run_cohort)
+
+
+def assert_same(found: Tensors, expected: Tensors, tolerance: float) -> None:
+    """Equal names, shapes and numbers; bit for bit with tolerance 0."""
+    assert found.keys() == expected.keys()
+    for name in expected:
+        gap = {"rtol": tolerance, "atol": tolerance, "msg": lambda text, name=name: f"{name}: {text}"}
+        torch.testing.assert_close(found[name], expected[name], check_dtype=False, **gap)
+
+
+def assert_same_trace(found: Trace, expected: Trace, tolerance: float) -> None:
+    for round_ in range(ROUNDS):
+        assert_same({"loss": found.losses[round_]}, {"loss": expected.losses[round_]}, tolerance)
+        assert_same(found.uploads[round_], expected.uploads[round_], tolerance)
+    assert_same(found.store, expected.store, tolerance)
+    assert_same(found.server, expected.server, tolerance)
+
+
+def hr_10(federation: Federation, which: str = "test") -> float:
+    return ranking_metrics(federation.sampled_ranks()[which])["hr_10"]
+
+
+class AlgorithmTests:
+    """What holds for every algorithm."""
+
+    algorithms: ClassVar[tuple[Algorithm, ...]]
+    """small instances, all tested"""
+    band: ClassVar[tuple[float, float]]
+    """test HR@10 on planted tastes after `quality_rounds` rounds at the instance's settings, chance being .10"""
+    quality: ClassVar[dict[str, Any]] = {}
+    """fields that the quality test sets"""
+    quality_rounds: ClassVar[int] = 3
+    may_leave: ClassVar[tuple[str, ...]] = ()
+    """private tensors that upload may show, with the reason in the algorithm's file"""
+
+    def test_equals_the_loop(self, algorithm: Algorithm, kernel: str) -> None:
+        assert_same_trace(by_engine(algorithm, kernel=kernel), by_loop(algorithm), 1e-9)
+
+    def test_float32_stays_finite(self, algorithm: Algorithm, kernel: str) -> None:
+        found = by_engine(algorithm, torch.float32, kernel=kernel)
+        for tensors in (found.store, found.server, *found.uploads, {"loss": torch.stack(found.losses)}):
+            for name, tensor in tensors.items():
+                assert tensor.isfinite().all(), name
+
+    def test_private_state_never_shows_in_upload(self, algorithm: Algorithm) -> None:
+        server, own = self.after_two_rounds(algorithm)
+        sent = {name: value[0] for name, value in sent_whole(algorithm.answer(server), self.a_client(algorithm, server)).items()}
+        held = algorithm.receive(own, sent)
+        private = own.keys() - set(algorithm.tables) - set(self.may_leave)
+        samples = torch.tensor(40.0)
+        shown = algorithm.upload(held, sent, samples)
+        assert not private & shown.keys()
+        for name in private:
+            again = algorithm.upload({**held, name: held[name] + torch.randn_like(held[name])}, sent, samples)
+            assert_same(again, shown, 0)
+
+    def after_two_rounds(self, algorithm: Algorithm) -> tuple[Tensors, Tensors]:
+        """The server, and what a client keeps that was sent something if anybody was."""
+        federation = Federation.start(algorithm, small_split(), SEED)
+        federation.next_round()
+        federation.next_round()
+        client = self.a_client(algorithm, federation.server)
+        return federation.server, {name: value[0].clone() for name, value in federation.store.read(client).items()}
+
+    def a_client(self, algorithm: Algorithm, server: Tensors) -> Tensor:
+        slot = algorithm.answer(server).slot
+        return torch.tensor([0]) if slot is None else (slot >= 0).nonzero()[0]
+
+    def test_resumes_bit_for_bit(self, algorithm: Algorithm, kernel: str, tmp_path: Path) -> None:
+        config = RunConfig(algo=algorithm.name, algorithm=algorithm, dataset="synthetic")
+        steady, stopped, fresh = (Federation.start(algorithm, small_split(), SEED, kernel=kernel) for _ in range(3))
+        for federation in (steady, stopped):
+            federation.next_round()
+            federation.next_round()
+        run.save(tmp_path, stopped, Best(), config)
+        run.restore(tmp_path, fresh, Best(), config)
+        expected, found = steady.next_round(), fresh.next_round()
+        assert fresh.round == 3 and (fresh.visits == steady.visits).all()
+        assert (fresh.bytes_up, fresh.bytes_down) == (steady.bytes_up, steady.bytes_down)
+        assert_same(fresh.store.tensors, steady.store.tensors, 0)
+        assert_same(fresh.server, steady.server, 0)
+        assert_same({"loss": found.loss, **flat(found.uploads)}, {"loss": expected.loss, **flat(expected.uploads)}, 0)
+
+    def test_block_size_does_not_matter(self, algorithm: Algorithm, kernel: str) -> None:
+        metrics, traces = [], []
+        for block_rows in (300, 5000, 1 << 30):
+            how = {"dtype": torch.float64, "kernel": kernel, "block_rows": block_rows}
+            federation = Federation.start(algorithm, small_split(), SEED, **how)
+            for _ in range(ROUNDS):
+                federation.next_round()
+            metrics.append([*ranking_metrics(federation.sampled_ranks()["test"]).values()])
+            traces.append(by_engine(algorithm, kernel=kernel, block_rows=block_rows))
+        tolerance = 0 if kernel == "auto" and algorithm.fused(False) else 1e-9
+        for other, its_metrics in zip(traces[1:], metrics[1:], strict=True):
+            assert its_metrics == pytest.approx(metrics[0], abs=1e-6)
+            assert_same_trace(other, traces[0], tolerance)
+
+    def test_thread_count_does_not_matter(self, algorithm: Algorithm, kernel: str) -> None:
+        traces = []
+        for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
+            torch.set_num_threads(threads)
+            numba.set_num_threads(threads)
+            traces.append(by_engine(algorithm, kernel=kernel))
+        assert_same_trace(traces[1], traces[0], 1e-9)
+
+    @pytest.mark.parametrize("everybody", [False, True])
+    def test_order_of_the_cohort_does_not_matter(self, algorithm: Algorithm, kernel: str, everybody: bool) -> None:
+        world, parts, draw = small_world(), small_split(), Draw(SEED, 0, None, torch.float64)
+        engine = Engine(algorithm, world, SEED, dtype=torch.float64, kernel=kernel)
+        cohort = np.arange(world.clients if everybody else 17)
+        mixed = np.random.default_rng(0).permutation(cohort)
+        results = []
+        for clients in (cohort, mixed):
+            store = ClientStore(algorithm, world, draw)
+            samples = sample_round(parts, clients, algorithm.negatives, SEED, 1)
+            results.append((engine.run_cohort(algorithm.init_server(world, draw), store, samples, 1), store.tensors))
+        (expected, kept), (found, kept_mixed) = results
+        assert_same(kept_mixed, kept, 1e-12)
+        assert_same({"loss": found.loss}, {"loss": expected.loss[mixed]}, 1e-12)
+        for name, value in expected.uploads.tensors.items():
+            if isinstance(value, Rows):
+                summed = found.uploads.rows(name).combine(world.items, "sum")
+                assert_same({name: summed}, {name: value.combine(world.items, "sum")}, 1e-12)
+            else:
+                assert_same({name: found.uploads.dense(name)}, {name: value[mixed]}, 1e-12)
+
+    def test_counts_the_bytes_that_travel(self, algorithm: Algorithm) -> None:
+        world, draw = small_world(), Draw(SEED)
+        server, store, samples = algorithm.init_server(world, draw), ClientStore(algorithm, world, draw), samples_of(algorithm, 1)
+        own = {name: value[0] for name, value in store.tensors.items()}
+        sent = algorithm.answer(server).shared
+        one = algorithm.upload(algorithm.receive(own, sent), sent, torch.tensor(1.0))
+        expected = 0
+        for name, value in one.items():
+            if name in algorithm.tables and name not in own:
+                expected += len(samples.row) * (4 + 4 * math.prod(value.shape[1:]))
+            else:
+                expected += len(samples.clients) * 4 * value.numel()
+        result = Engine(algorithm, world, SEED).run_cohort(server, store, samples, 1)
+        assert result.uploads.bytes() == expected
+
+    def test_quality(self, algorithm: Algorithm) -> None:
+        parts = small_split(QUALITY_USERS, 240, 20)
+        assert parts.chance() == 0.1
+        settings = {"dim": 16, "batch_size": 256, "local_epochs": 3, "clients_per_round": None, **self.quality}
+        federation = Federation.start(replace(algorithm, **settings), parts, SEED)
+        for _ in range(self.quality_rounds):
+            federation.next_round()
+        low, high = self.band
+        assert low <= hr_10(federation) <= high
+
+
+class TestFedMF(AlgorithmTests):
+    algorithms = tuple(FedMF(**SMALL, average=average) for average in ("touching", "cohort", "sum"))
+    band = (0.25, 0.65)
+    quality = {"local_epochs": 2}
+    quality_rounds = 6
+
+
+class TestLocal(AlgorithmTests):
+    algorithms = (Local(**SMALL), Local(**SMALL, stop_below=0.2), Local(**SMALL, sampling="queue"))
+    band = CHANCE
+
+
+class TestPopularity(AlgorithmTests):
+    algorithms = (Popularity(clients_per_round=17),)
+    band = (0.25, 0.4)
+    quality_rounds = 1
+
+
+class TestRandom(AlgorithmTests):
+    algorithms = (Random(clients_per_round=17),)
+    band = CHANCE
+    quality_rounds = 1
+
+
+def fedem(**fields: Any) -> FedEM:
+    return FedEM(**{**SMALL, "adapter": (16, 8, 1), **fields})
+
+
+class TestFedEM(AlgorithmTests):
+    algorithms = (
+        *(fedem(merge=merge) for merge in ("elastic", "static", "replace")),
+        *(fedem(aggregation=aggregation) for aggregation in ("sim", "avg")),
+        fedem(agg_ratio=0.4, same_start=False),
+        fedem(exclude_self=True),
+        fedem(objective="paper"),
+        fedem(similarity="cos"),
+        fedem(adapter=(16, 1), stop_below=0.1),
+    )
+    band = (0.15, 0.5)
+    quality = {"adapter": (32, 16, 8, 1), "agg_ratio": 1.0, "same_start": True}
+    quality_rounds = 2
+
+
+class TestFedEMPublished(AlgorithmTests):
+    algorithms = (fedem(**FedEM.published), fedem(**{**FedEM.published, "agg_ratio": 0.4}))
+    band = CHANCE  # what its protocol adds is the leak, not the learning
+    quality = {"adapter": (32, 16, 8, 1)}
+
+
+def test_a_private_vector_in_an_upload_is_found() -> None:
+    class Telling(FedMF):
+        def upload(self, held: Tensors, sent: Tensors, samples: Tensor) -> Tensors:
+            return {"items": held["items"] - sent["items"] + held["user"].mean() * 1e-6}
+
+    with pytest.raises(AssertionError, match="items"):
+        AlgorithmTests().test_private_state_never_shows_in_upload(Telling(**SMALL))
+
+
+def test_bytes_by_hand() -> None:
+    world, draw = small_world(), Draw(SEED)
+    for algorithm, expected in (
+        (FedMF(**SMALL), lambda samples: len(samples.row) * (8 * 4 + 4)),
+        (fedem(), lambda samples: 17 * (world.items * 8 * 4 + 4)),
+        (Local(**SMALL), lambda samples: 0),
+        (Popularity(clients_per_round=17), lambda samples: len(samples.row) * (4 + 4)),
+    ):
+        samples = samples_of(algorithm, 1)
+        store, server = ClientStore(algorithm, world, draw), algorithm.init_server(world, draw)
+        assert Engine(algorithm, world, SEED).run_cohort(server, store, samples, 1).uploads.bytes() == expected(samples)
+
+
+def test_popularity_is_a_count_of_the_clients_that_train_on_an_item() -> None:
+    parts = small_split()
+    federation = Federation.start(Popularity(), parts, SEED)
+    federation.next_round()
+    assert (federation.server["count"].numpy() == np.bincount(parts.train_item, minlength=parts.items)).all()
+
+
+@pytest.mark.parametrize("name", ["alpha", "agg_ratio", "max_weight", "lr", "lr_adapter", "init_items", "init_user"])
+def test_fedem_refuses_what_makes_no_sense(name: str) -> None:
+    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} must be"):
+        FedEM(**{name: -1.0}).check()
+    with pytest.raises(UsageError, match="--adapter 32,16,8,1 does not fit --dim 8"):
+        FedEM(dim=8).check()
+    FedEM(dim=8, merge="static").check()

@@ -1,0 +1,188 @@
+"""FedEM once more, as a small module and plain loops: it shares no code with the algorithm, its parts or the kernels.
+
+Only randomness is taken from the engine: initial tensors, samples, shuffles, and which clients are aggregated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.spatial.distance import cdist
+from sklearn.decomposition import PCA
+from torch import Tensor, nn
+
+from algorithms import fedem as fedem_file
+from algorithms.fedem import FedEM
+from fedbench.draw import Draw, keys
+from fedbench.evaluate import ranking_metrics
+from fedbench.run import Federation
+from fedbench.split import Samples, Split, cohort_of, orders, sample_round
+from tests.conftest import small_split
+
+SEED, ROUNDS = 3, 3
+SMALL: dict[str, Any] = {"dim": 8, "batch_size": 32, "local_epochs": 4, "clients_per_round": 20, "adapter": (16, 6, 1)}
+
+
+class Client(nn.Module):
+    """One device: user vector, the WHOLE item table, adapter."""
+
+    def __init__(self, user: Tensor, items: Tensor, adapter: Tensor, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.user = nn.Parameter(user.clone())
+        self.items = nn.Embedding.from_pretrained(items.clone(), freeze=False)
+        layers: list[nn.Module] = []
+        for fan_in, fan_out in zip(sizes[:-1], sizes[1:], strict=True):
+            layers += [nn.Linear(fan_in, fan_out, dtype=torch.float64), nn.ReLU()]
+        self.adapter = nn.Sequential(*layers[:-1], nn.Sigmoid())
+        nn.utils.vector_to_parameters(adapter, self.adapter.parameters())
+
+    def merged(self, item: Tensor, sent: Tensor) -> Tensor:
+        own, change = self.items(item), sent[item] - self.items(item)
+        return own + self.adapter(torch.cat([own, change], dim=1)) * change
+
+    def receive(self, sent: Tensor) -> None:
+        with torch.no_grad():
+            self.items.weight.copy_(self.merged(torch.arange(len(sent)), sent))
+
+    def train_locally(self, item: Tensor, label: Tensor, shuffles: list[Tensor], sent: Tensor | None, recipe: FedEM) -> None:
+        model = torch.optim.Adam([self.user, self.items.weight], lr=recipe.lr)
+        adapter = torch.optim.Adam(self.adapter.parameters(), lr=recipe.lr_adapter)
+        losses: list[float] = []
+        before = None
+        for order in shuffles:
+            for batch in order.split(recipe.batch_size):
+                for optimizer in (model,) if sent is None else (adapter, model):
+                    rows = self.items(item[batch]) if sent is None else self.merged(item[batch], sent)
+                    # BCELoss(sigmoid(logit)) has no digits left at the logits of 30 that come up here, and Adam would show it
+                    loss = nn.functional.softplus((1 - 2 * label[batch]) * (rows @ self.user)).mean()
+                    self.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                losses += [loss.item()] * len(batch)
+            mean = float(np.mean(losses))
+            if before is not None and abs(mean - before) / abs(before + 1e-5) < recipe.stop_below:
+                return
+            before = mean
+
+
+def signature(table: Tensor) -> np.ndarray:
+    scores = PCA(1, svd_solver="full").fit_transform(table.numpy())[:, 0]
+    return scores * np.sign(scores[np.abs(scores).argmax()])
+
+
+def mixture(wanted: np.ndarray) -> np.ndarray:
+    """The nearest weights >= 0 that sum to 1: all of `wanted` lowered by one level, found by bisection."""
+    low, high = wanted.min() - 1, wanted.max()
+    for _ in range(200):
+        level = (low + high) / 2
+        low, high = (level, high) if np.maximum(wanted - level, 0).sum() > 1 else (low, level)
+    return np.maximum(wanted - (low + high) / 2, 0)
+
+
+def mixtures(tables: list[Tensor], samples: np.ndarray, alpha: float) -> list[Tensor]:
+    vectors = np.stack([signature(table) for table in tables])
+    close = 1 / (1 + cdist(vectors, vectors))
+    close[close > 0.9] = 1
+    share = samples / samples.sum()
+    stacked = torch.stack(tables)
+    return [torch.einsum("s,smd->md", torch.from_numpy(mixture(share + alpha * row)), stacked) for row in close]
+
+
+def of_client(samples: Samples, c: int) -> tuple[Tensor, Tensor]:
+    rows = samples.row[samples.row_ptr[c] : samples.row_ptr[c + 1]]
+    at = slice(samples.ptr[c], samples.ptr[c + 1])
+    return torch.from_numpy(rows[samples.local[at]].astype(np.int64)), torch.from_numpy(samples.label[at]).double()
+
+
+def oracle(recipe: FedEM, parts: Split, start: dict[str, Tensor]) -> tuple[list[Client], dict[int, Tensor]]:
+    """All clients, and the table that the server holds for some, after the last round."""
+    clients = [Client(start["user"][u], start["items"][u], start["adapter"][u], recipe.adapter) for u in range(parts.clients)]
+    tables: dict[int, Tensor] = {}
+    for round_ in range(1, ROUNDS + 1):
+        cohort = cohort_of(round_, parts.clients, recipe.clients_per_round or parts.clients, recipe.sampling, SEED)
+        samples = sample_round(parts, cohort, recipe.negatives, SEED, round_)
+        stream = keys(SEED, round_, "shuffle", cohort)
+        for c, u in enumerate(cohort.tolist()):
+            item, label = of_client(samples, c)
+            shuffles = []
+            for epoch in range(recipe.local_epochs):
+                order = np.empty(len(label), np.int64)
+                orders(stream[c : c + 1], np.array([0, len(label)]), epoch, recipe.batch_size, order)
+                shuffles.append(torch.from_numpy(order))
+            if u in tables:
+                clients[u].receive(tables[u])
+            clients[u].train_locally(item, label, shuffles, tables.get(u), recipe)
+        picked = Draw(SEED, round_).subset("aggregated", len(cohort), max(1, int(len(cohort) * recipe.agg_ratio))).numpy()
+        uploaded = [clients[u].items.weight.detach() for u in cohort[picked]]
+        tables = dict(zip(cohort[picked].tolist(), mixtures(uploaded, samples.counts[picked], recipe.alpha), strict=True))
+    return clients, tables
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "off"])
+@pytest.mark.parametrize(
+    ("recipe", "protocol"),
+    [
+        (FedEM(**SMALL), "clean"),
+        (FedEM(**SMALL, stop_below=0.1, alpha=0.1, same_start=False), "clean"),
+        (FedEM(**SMALL, **FedEM.published), "published"),
+        (FedEM(**SMALL, **{**FedEM.published, "agg_ratio": 0.5}), "published"),
+    ],
+    ids=["clean", "clean, stops early", "published", "published, half aggregated"],
+)
+def test_equals_the_engine(recipe: FedEM, protocol: str, kernel: str) -> None:
+    parts = small_split(protocol=protocol)
+    recipe = replace(recipe, clients_per_round=min(20, parts.clients - 2))
+    federation = Federation.start(recipe, parts, SEED, dtype=torch.float64, kernel=kernel)
+    start = {name: value.clone() for name, value in federation.store.tensors.items()}
+    clients, tables = oracle(recipe, parts, start)
+    for _ in range(ROUNDS):
+        federation.next_round()
+    kept = federation.store.tensors
+    for u, client in enumerate(clients):
+        close(kept["user"][u], client.user.detach())
+        close(kept["items"][u], client.items.weight.detach())
+        close(kept["adapter"][u], nn.utils.parameters_to_vector(client.adapter.parameters()).detach())
+    slot = federation.server["slot"]
+    assert set((slot >= 0).nonzero()[:, 0].tolist()) == tables.keys()
+    for u, table in tables.items():
+        close(federation.server["tables"][slot[u]], table)
+
+
+def after(recipe: FedEM, rounds: int = 3) -> dict[str, float]:
+    federation = Federation.start(recipe, small_split(), SEED, dtype=torch.float64)
+    for _ in range(rounds):
+        federation.next_round()
+    return ranking_metrics(federation.sampled_ranks()["test"])
+
+
+def test_both_solvers_train_the_same_numbers() -> None:
+    recipe = FedEM(**SMALL)
+    assert after(replace(recipe, solver="cvxpy")) == pytest.approx(after(recipe), abs=1e-6)
+
+
+def test_no_client_weighs_more_than_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    solve, seen = fedem_file.solve_weights, []
+
+    def recording(*arguments: Any) -> Tensor:
+        seen.append(solve(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(fedem_file, "solve_weights", recording)
+    after(FedEM(**SMALL))
+    assert max(float(weights.max()) for weights in seen) > 0.5, (
+        "without a cap a client is almost alone, so the cap has work to do"
+    )
+    seen.clear()
+    after(FedEM(**SMALL, max_weight=0.2))
+    assert len(seen) == 3
+    for weights in seen:
+        assert weights.min() >= 0 and weights.max() <= 0.2
+        close(weights.sum(dim=1), torch.ones(len(weights), dtype=weights.dtype))

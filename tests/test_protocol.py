@@ -1,0 +1,97 @@
+"""Presets, what `auto` means for a dataset, and the fingerprint that decides which runs may be compared."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from datasets.synthetic import load
+from fedbench.data import DatasetOptions, Interactions
+from fedbench.errors import UsageError
+from fedbench.protocol import CHOICES, PRESETS, Protocol
+
+CLEAN: dict[str, Any] = {"name": "clean", "split": "auto", "train_negatives": "clean", "select_on": "val", "min_interactions": 5,
+         "eval_negatives": 99, "candidates": "apart", "split_seed": 0}  # fmt: skip
+
+
+@cache
+def timed() -> Interactions:
+    return load(DatasetOptions(users=8, items=20, interactions=6))
+
+
+def timeless() -> Interactions:
+    return replace(timed(), has_time=False, time=np.zeros_like(timed().time))
+
+
+def test_presets_are_what_the_design_says() -> None:
+    assert asdict(PRESETS["clean"]) == CLEAN
+    assert asdict(PRESETS["ncf"]) == CLEAN | {"name": "ncf", "split": "ncf", "min_interactions": 0, "candidates": "ncf"}
+    assert asdict(PRESETS["published"]) == CLEAN | {
+        "name": "published", "train_negatives": "leaky", "select_on": "test", "min_interactions": 10, "candidates": "same"
+    }  # fmt: skip
+    assert all(getattr(preset, field) in words for preset in PRESETS.values() for field, words in CHOICES.items())
+
+
+@pytest.mark.parametrize(
+    ("negatives", "select_on", "leaky"),
+    [("clean", "val", False), ("leaky", "val", True), ("clean", "test", True), ("leaky", "test", True)],
+)
+def test_either_leak_makes_a_protocol_leaky(negatives: str, select_on: str, leaky: bool) -> None:
+    assert Protocol(train_negatives=negatives, select_on=select_on).leaky is leaky
+
+
+def test_leaky_presets() -> None:
+    assert {name for name, preset in PRESETS.items() if preset.leaky} == {"published"}
+
+
+def test_every_field_and_the_data_change_the_fingerprint() -> None:
+    other: dict[str, Any] = {name: value + type(value)(1) for name, value in CLEAN.items()}
+    assert set(other) == {f.name for f in fields(Protocol)}
+    changed = [replace(Protocol(), **{name: value}) for name, value in other.items()]
+    prints = [Protocol().fingerprint("a"), Protocol().fingerprint("b"), *(protocol.fingerprint("a") for protocol in changed)]
+    assert len(set(prints)) == len(prints) == 2 + len(CLEAN)
+    assert all(len(p) == 16 and int(p, 16) >= 0 for p in prints)
+
+
+def test_equal_protocols_have_one_fingerprint() -> None:
+    assert replace(PRESETS["published"], **CLEAN).fingerprint("a") == Protocol().fingerprint("a")
+
+
+def test_fingerprint_is_sha256_of_canonical_json() -> None:
+    # printf '%s' '{"candidates":"apart","data":"a","eval_negatives":99,"min_interactions":5,"name":"clean","select_on":"val",
+    # "split":"auto","split_seed":0,"train_negatives":"clean"}' (one line, no break) | sha256sum | cut -c1-16
+    assert Protocol().fingerprint("a") == "5b093f42033d71df"
+
+
+@pytest.mark.parametrize(("preset", "with_time", "without"), [("clean", "time", "random"), ("published", "time", "item-order")])
+def test_auto_split(preset: str, with_time: str, without: str) -> None:
+    assert PRESETS[preset].resolve(timed()).split == with_time
+    assert PRESETS[preset].resolve(timeless()).split == without
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    once = Protocol().resolve(timed())
+    assert once.resolve(timed()) == once
+
+
+def test_time_split_needs_time() -> None:
+    with pytest.raises(UsageError, match="^--split time: synthetic has no time column; use --split random$"):
+        Protocol(split="time").resolve(timeless())
+
+
+def test_ncf_split_needs_the_ncf_files() -> None:
+    with pytest.raises(UsageError, match="^--split ncf: there are no NCF paper files for synthetic; use .* --protocol clean$"):
+        PRESETS["ncf"].resolve(timed())
+
+
+def test_ncf_candidates_that_cannot_be_had_show_in_the_fingerprint() -> None:
+    held_out = np.zeros(timed().users, np.int32)
+    without = replace(timed(), held_out=held_out)
+    with_them = replace(without, candidates=np.zeros((timed().users, 99), np.int32))
+    assert PRESETS["ncf"].resolve(without).candidates == "apart"
+    assert PRESETS["ncf"].resolve(with_them).candidates == "ncf"
+    assert PRESETS["ncf"].resolve(without).fingerprint("a") != PRESETS["ncf"].resolve(with_them).fingerprint("a")
