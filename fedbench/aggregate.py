@@ -29,7 +29,7 @@ class Rows(NamedTuple):
     clients: int
 
     def combine(self, items: int, how: str) -> Tensor:
-        """[M, ...]: the rows summed item by item, divided by nothing (sum), the cohort's size (cohort) or the senders of a row (touching)."""
+        """[M, ...]: summed item by item, divided by nothing (sum), the cohort's size (cohort) or a row's senders (touching)."""
         total = self.value.new_zeros(items, *self.value.shape[1:]).index_add_(0, self.item, self.value)
         if how == "sum":
             return total

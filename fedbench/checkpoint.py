@@ -52,3 +52,8 @@ def load(folder: Path, device: str) -> tuple[dict[str, Any], dict[str, Tensor]] 
             except Exception as error:
                 raise FedbenchError(f"{place} cannot be read ({error}); start again with another --out") from None
     return None
+
+
+def exists(folder: Path) -> bool:
+    """True if `load` would find a state."""
+    return any((folder / name / "state.json").exists() for name in ("checkpoint", "checkpoint.old"))

@@ -49,6 +49,18 @@ def show_list(argv: list[str]) -> int:
     return 0
 
 
+def fetch(argv: list[str]) -> int:
+    """`python -m fedbench fetch filmtrust ml-1m`: what a later run would download, now."""
+    from fedbench.data import DatasetOptions
+
+    if not argv or any(word.startswith("-") for word in argv):
+        raise UsageError("fetch takes names of datasets, such as `fetch filmtrust ml-1m`; `list` shows them")
+    for name in argv:
+        data = registry.dataset(name)(DatasetOptions())
+        print(f"{name}: {data.users:,} users, {data.items:,} items, {len(data.user):,} interactions from {data.source}")
+    return 0
+
+
 def listing() -> str:
     """Algorithms and datasets, one line each."""
     rows = [("algorithms", "")]

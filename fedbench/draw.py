@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,7 +24,7 @@ TO_UNIT = 1.0 / (1 << 53)
 
 
 @njit(inline="always", cache=True)
-def mix(x):  # noqa: ANN001, ANN201
+def mix(x: np.uint64) -> np.uint64:
     """uint64 -> uint64, every bit of x stirred into every bit of the result."""
     x = (x ^ (x >> S30)) * MUL1
     x = (x ^ (x >> S27)) * MUL2
@@ -31,25 +32,25 @@ def mix(x):  # noqa: ANN001, ANN201
 
 
 @njit(inline="always", cache=True)
-def bits(key, counter):  # noqa: ANN001, ANN201
+def bits(key: np.uint64, counter: int) -> np.uint64:
     """The counter-th 64 random bits of a key."""
     return mix(key + (np.uint64(counter) + np.uint64(1)) * GOLDEN)
 
 
 @njit(inline="always", cache=True)
-def unit(key, counter):  # noqa: ANN001, ANN201
+def unit(key: np.uint64, counter: int) -> float:
     """The counter-th uniform number of a key, in [0, 1)."""
     return np.float64(bits(key, counter) >> S11) * TO_UNIT
 
 
 @njit(inline="always", cache=True)
-def below(key, counter, n):  # noqa: ANN001, ANN201
+def below(key: np.uint64, counter: int, n: int) -> np.int64:
     """The counter-th integer of a key, uniform on 0 .. n-1."""
     return np.int64(unit(key, counter) * n)
 
 
 @njit(cache=True)
-def _keys(base, who):  # noqa: ANN001, ANN202
+def _keys(base: np.uint64, who: np.ndarray) -> np.ndarray:
     out = np.empty(who.size, np.uint64)
     for i in range(who.size):
         out[i] = mix(base + np.uint64(who[i] + 2) * GOLDEN)
@@ -57,14 +58,14 @@ def _keys(base, who):  # noqa: ANN001, ANN202
 
 
 @njit(parallel=True, cache=True)
-def _fill_uniform(keys, out):  # noqa: ANN001, ANN202
+def _fill_uniform(keys: np.ndarray, out: np.ndarray) -> None:
     for c in prange(keys.size):
         for i in range(out.shape[1]):
             out[c, i] = unit(keys[c], i)
 
 
 @njit(parallel=True, cache=True)
-def _fill_normal(keys, out):  # noqa: ANN001, ANN202
+def _fill_normal(keys: np.ndarray, out: np.ndarray) -> None:
     """Box-Muller: positions 2i and 2i+1 of a row share two uniforms."""
     width = out.shape[1]
     for c in prange(keys.size):
@@ -89,7 +90,7 @@ def keys(seed: int, when: int, purpose: str, who: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Draw:
-    """The randomness an algorithm may use. With `clients` [C] every tensor has a leading client dimension, each row from its own stream."""
+    """The randomness an algorithm may use. With `clients` [C] every tensor has a leading client dimension, a stream for each row."""
 
     seed: int
     when: int = 0
@@ -103,9 +104,8 @@ class Draw:
         """The same numbers for every client."""
         return replace(self, alike=True)
 
-    def _tensor(self, purpose: str, shape: tuple[int, ...], fill) -> Tensor:  # noqa: ANN001
-        server = self.alike or self.clients is None
-        who = np.array([-1]) if server else self.clients
+    def _tensor(self, purpose: str, shape: tuple[int, ...], fill: Callable[[np.ndarray, np.ndarray], None]) -> Tensor:
+        who = np.array([-1]) if self.alike or self.clients is None else self.clients
         flat = np.empty((len(who), math.prod(shape)), np.float64 if self.dtype == torch.float64 else np.float32)
         fill(keys(self.seed, self.when, purpose, who), flat)
         out = torch.from_numpy(flat).view(len(who), *shape).to(self.device)
@@ -118,7 +118,7 @@ class Draw:
         return self._tensor(purpose, shape, _fill_normal)
 
     def uniform(self, purpose: str, *shape: int) -> Tensor:
-        """Uniform numbers in [0, 1); `purpose` names the stream."""
+        """Uniform numbers from 0 to 1; `purpose` names the stream."""
         return self._tensor(purpose, shape, _fill_uniform)
 
     def subset(self, purpose: str, n: int, k: int) -> Tensor:

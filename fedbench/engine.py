@@ -66,6 +66,8 @@ class Round:
     loss: Tensor
     """[n] each client's running mean loss"""
     bytes_down: int
+    updates: int
+    """numbers that optimizers moved: steps times the size of what a client trains, over all clients"""
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Block:
 
 
 @njit(parallel=True, cache=True)
-def _pad(values, ptr, which, out):  # noqa: ANN001, ANN202
+def _pad(values: np.ndarray, ptr: np.ndarray, which: np.ndarray, out: np.ndarray) -> None:
     """out [C, W]: the CSR lists `which`, each at the start of its row; the rest of a row is left as it is."""
     for c in prange(which.size):
         start = ptr[which[c]]
@@ -115,7 +117,7 @@ def _pad(values, ptr, which, out):  # noqa: ANN001, ANN202
 
 
 def blocks(samples: Samples, sent: np.ndarray, batch: int, block_rows: int) -> Iterator[np.ndarray]:
-    """Positions in the cohort, cut into blocks of at most `block_rows` padded rows: with and without an answer apart, like sizes together."""
+    """Positions in the cohort in blocks of at most `block_rows` padded rows: those sent something apart, like sizes together."""
     size = np.maximum(samples.touched, 1)
     order = np.lexsort((size, -(-samples.counts // batch), sent))
     start = 0
@@ -179,24 +181,27 @@ class Engine:
         stream = keys(self.seed, when, "shuffle", samples.clients)
         losses = torch.zeros(len(samples.clients), dtype=torch.float64)
         parts: list[tuple[Block, Tensors]] = []
+        updates = 0
         if any(name in store.tensors for name in self.algorithm.tables) and sent.any():
             # before the cohort is cut: the last bits of a batched product depend on how many clients are in it
             merge_whole_tables(self.algorithm, torch.from_numpy(samples.clients[sent]).to(self.device), answer, store)
         for position in blocks(samples, sent, self.algorithm.batch_size, self.block_rows):
             block = pack(samples, position, stream, bool(sent[position[0]]), self.dtype, self.device)
-            loss, part = self.run_block(block, answer, store)
+            loss, part, moved = self.run_block(block, answer, store)
             losses[position] = loss.double().cpu()
             parts.append((block, part))
-        return Round(self.collect(parts, store, samples), losses, bytes_down(answer, int(sent.sum()), self.world))
+            updates += moved
+        return Round(self.collect(parts, store, samples), losses, bytes_down(answer, int(sent.sum())), updates)
 
-    def run_block(self, block: Block, answer: Answer, store: ClientStore) -> tuple[Tensor, Tensors]:
+    def run_block(self, block: Block, answer: Answer, store: ClientStore) -> tuple[Tensor, Tensors, int]:
         """Receive (own tables are merged by now), train, keep; returns the losses [C] and what is uploaded of shared tables."""
         algorithm = self.algorithm
         own_tables = [name for name in algorithm.tables if name in store.tensors]
         own = {n: t[block.clients[:, None], block.rows] if n in algorithm.tables else t[block.clients] for n, t in store.tensors.items()}
         sent = sent_rows(answer, block, algorithm.tables)
         held = own if own_tables and block.sent else vmapped(algorithm.receive, own, sent)
-        held, loss = self.train(block, held, sent)
+        phases = algorithm.phases(sent)
+        held, loss, steps = self.train(block, held, sent, phases)
         for name in store.tensors:
             if name in algorithm.tables:
                 flat = held[name].flatten(0, 1)[block.valid]
@@ -204,35 +209,35 @@ class Engine:
                 store.tensors[name][client, block.rows.reshape(-1)[block.valid]] = flat
             else:
                 store.write(block.clients, name, held[name])
+        sizes = [trained_size(held[n], n in algorithm.tables, block) for phase in phases for n in phase.names]
+        moved = int((steps.cpu().numpy() * np.sum(sizes, axis=0)).sum()) if sizes else 0
         if own_tables:
-            return loss, {}
-        return loss, vmapped(algorithm.upload, held, sent, block.count.to(self.dtype))
+            return loss, {}, moved
+        return loss, vmapped(algorithm.upload, held, sent, block.count.to(self.dtype)), moved
 
-    def train(self, block: Block, held: Tensors, sent: Tensors) -> tuple[Tensors, Tensor]:
+    def train(self, block: Block, held: Tensors, sent: Tensors, phases: tuple[Phase, ...]) -> tuple[Tensors, Tensor, Tensor]:
         """Local training of a block: by a fused kernel where one fits, else step by step over the mapped functions."""
-        loss = torch.zeros(len(block.clients), dtype=torch.float64, device=self.device)
-        phases = self.algorithm.phases(sent)
         if not phases:
-            return held, loss
+            nothing = torch.zeros(len(block.clients), dtype=self.dtype, device=self.device)
+            return held, nothing, nothing
         plan = self.algorithm.fused(block.sent) if self.kernels else None
         if plan is None:
             return self.train_generic(block, held, sent, phases)
         a = self.algorithm
-        held = {name: value.contiguous() for name, value in held.items()}
-        names = [plan.user, plan.items] + ([plan.adapter] if isinstance(plan, fused.ElasticBCE) else [])
-        for name in names:  # kernels train in place; the algorithm's functions may have returned what they were given
-            held[name] = held[name].clone()
-        common = (block.stream, block.local.numpy(), block.label.numpy(), block.counts, block.touched,
-                  held[plan.user].numpy(), held[plan.items].numpy())  # fmt: skip
-        tiny = common[-1].dtype.type(fused.TINY[common[-1].itemsize])
-        if isinstance(plan, fused.ElasticBCE):
-            fused.train_elastic(*common, sent[plan.items].contiguous().numpy(), held[plan.adapter].numpy(), np.array(plan.sizes),
-                                a.local_epochs, a.batch_size, plan.lr, plan.lr_adapter, a.stop_below, tiny, loss.numpy())  # fmt: skip
-        else:
-            fused.train_dot(*common, a.local_epochs, a.batch_size, plan.lr, a.stop_below, tiny, loss.numpy())
-        return held, loss
+        # Kernels train in place, and the algorithm's functions may have returned what they were given.
+        held = {name: value.clone(memory_format=torch.contiguous_format) for name, value in held.items()}
+        loss, steps = fused.train(
+            plan,
+            (block.stream, block.local.numpy(), block.label.numpy(), block.counts, block.touched),
+            {name: value.numpy() for name, value in held.items()},
+            {name: value.contiguous().numpy() for name, value in sent.items()},
+            a.local_epochs,
+            a.batch_size,
+            a.stop_below,
+        )
+        return held, torch.from_numpy(loss), torch.from_numpy(steps)
 
-    def train_generic(self, block: Block, held: Tensors, sent: Tensors, phases: tuple[Phase, ...]) -> tuple[Tensors, Tensor]:
+    def train_generic(self, block: Block, held: Tensors, sent: Tensors, phases: tuple[Phase, ...]) -> tuple[Tensors, Tensor, Tensor]:
         """The same for any algorithm: vmap(grad) and a per-client optimizer, finished clients frozen by a mask."""
         a = self.algorithm
         optimizer = {n: new_state(held[n]) for phase in phases for n in phase.names}
@@ -245,7 +250,7 @@ class Engine:
                 batch = Batch(block.local.gather(1, take), block.label.gather(1, take), weight)
                 held, optimizer, progress = self.step(a.loss, phases, held, sent, batch, optimizer, progress)
             progress = progress.after_epoch(epoch, a.stop_below)
-        return held, progress.mean()
+        return held, progress.mean(), progress.steps
 
     def collect(self, parts: list[tuple[Block, Tensors]], store: ClientStore, samples: Samples) -> Uploads:
         """Stack what the blocks uploaded in the order of the cohort, so that sums do not depend on how it was cut."""
@@ -272,12 +277,18 @@ class Engine:
         return Uploads(self.world, clients, tensors)
 
 
+def trained_size(value: Tensor, table: bool, block: Block) -> np.ndarray:
+    """[C] numbers of one name that each client trains."""
+    each = int(np.prod(value.shape[2:] if table else value.shape[1:]))
+    return each * (block.touched if table else np.ones(len(block.touched), np.int64))
+
+
 def vmapped(function: Callable[..., Any], *arguments: Any) -> Any:
     """`function`, written for one client, over the leading client dimension of all tensors in its arguments."""
     return vmap(function)(*arguments)
 
 
-def bytes_down(answer: Answer, clients: int, world: World) -> int:
+def bytes_down(answer: Answer, clients: int) -> int:
     """Size of what the server sent to that many clients."""
     shared = sum(t.numel() * t.element_size() for t in answer.shared.values())
     personal = sum(t[0].numel() * t.element_size() for t in answer.personal.values())

@@ -5,6 +5,8 @@ Ties count against the held-out item, and so does a score that is not a number: 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -130,7 +132,7 @@ class Evaluator:
                 out[position, where] = count.cpu().numpy()
         return {"val": out[0], "test": out[1]}
 
-    def _groups(self, answer: Answer, width: int):  # noqa: ANN202
+    def _groups(self, answer: Answer, width: int) -> Iterator[tuple[Tensor, bool]]:
         """Chunks of clients that were all sent something, or all nothing."""
         everyone = torch.arange(self.split.clients, device=self.device)
         if answer.slot is None:

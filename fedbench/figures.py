@@ -20,9 +20,7 @@ SERIES = (
 )
 
 
-def convergence(
-    lines: Sequence[dict[str, Any]], leaky: bool, title: str, best_round: int | None = None, candidates: int = 100
-) -> Figure:
+def convergence(lines: Sequence[dict[str, Any]], leaky: bool, title: str, best_round: int | None = None, candidates: int = 100) -> Figure:
     """Loss, and HR@10 and NDCG@10, by round. Without `best_round` the best validation NDCG@10 is marked."""
     figure, (left, right) = _panels(leaky, title)
     _loss(left, lines)

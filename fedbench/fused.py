@@ -46,8 +46,8 @@ class ElasticBCE(DotBCE):
     lr_adapter: float = 0.1
 
 
-@njit(fastmath=FAST)
-def _adam(param, grad, first, second, step, lr, tiny):  # noqa: ANN001, ANN202
+@njit(inline="always", fastmath=FAST)
+def _adam(param: np.ndarray, grad: np.ndarray, first: np.ndarray, second: np.ndarray, step: int, lr: float, tiny: float) -> None:
     """One Adam step over flat arrays, in place. Constants take the arrays' type: a float64 among them would halve the speed."""
     kind = param.dtype.type
     b1, b2, c1, c2 = kind(BETA1), kind(BETA2), kind(1 - BETA1), kind(1 - BETA2)
@@ -61,31 +61,46 @@ def _adam(param, grad, first, second, step, lr, tiny):  # noqa: ANN001, ANN202
         param[i] -= rate * first[i] / (np.sqrt(second[i]) * root + eps)
 
 
-@njit(fastmath=FAST)
-def _tail(x, one, tiny):  # noqa: ANN001, ANN202
+@njit(inline="always", fastmath=FAST)
+def _tail(x: float, one: float, tiny: float) -> tuple[float, float]:
     """exp(-|x|) and sigmoid(x), neither below tiny."""
     tail = max(np.exp(-abs(x)), tiny)
     return tail, (one if x > 0 else tail) / (one + tail)
 
 
-@njit(fastmath=FAST)
-def _bce(logit, label, one, tiny):  # noqa: ANN001, ANN202
+@njit(inline="always", fastmath=FAST)
+def _bce(logit: float, label: float, one: float, tiny: float) -> tuple[float, float, float]:
     """Binary cross-entropy of one logit, with the label as a sign (see fedbench.algorithm.bce): a + log(b), and its slope."""
     sign = label + label - one
     tail, wrong = _tail(-sign * logit, one, tiny)
     return max(-sign * logit, one - one), 1.0 + tail, -sign * wrong
 
 
-@njit(fastmath=FAST)
-def _settled(total, seen, before, tolerance, epoch):  # noqa: ANN001, ANN202
+@njit(inline="always", fastmath=FAST)
+def _settled(total: float, seen: int, before: float, tolerance: float, epoch: int) -> tuple[float, bool]:
     """Running mean loss, and whether it hardly changed since the epoch before."""
     mean = total / seen
     return mean, epoch > 0 and abs(mean - before) / abs(before + 1e-5) < tolerance
 
 
 @njit(parallel=True, fastmath=FAST, cache=True)
-def train_dot(stream, local, label, count, touched, user, rows, epochs, batch, lr, tolerance, tiny, loss):  # noqa: ANN001, ANN201
-    """[C] clients at once; user [C, d] and rows [C, T, d] are trained in place, loss [C] is the running mean."""
+def train_dot(
+    stream: np.ndarray,
+    local: np.ndarray,
+    label: np.ndarray,
+    count: np.ndarray,
+    touched: np.ndarray,
+    user: np.ndarray,
+    rows: np.ndarray,
+    epochs: int,
+    batch: int,
+    lr: float,
+    tolerance: float,
+    tiny: float,
+    loss: np.ndarray,
+    steps: np.ndarray,
+) -> None:
+    """[C] clients at once; user [C, d] and rows [C, T, d] are trained in place, loss [C] is the running mean, steps [C] the batches."""
     d = user.shape[1]
     kind = user.dtype.type
     one, zero = kind(1), kind(0)
@@ -132,11 +147,12 @@ def train_dot(stream, local, label, count, touched, user, rows, epochs, batch, l
             if settled:
                 break
         loss[c] = mean
+        steps[c] = step
 
 
 @njit(fastmath=FAST)
-def _add_products(out, values, first, weights, at, stride, count, n):  # noqa: ANN001, ANN202
-    """out[s] += sum over k < count of weights[at + k·stride] · values[first + k, s]; four k at a time, so that `out` is read once for four."""
+def _add_products(out: np.ndarray, values: np.ndarray, first: int, weights: np.ndarray, at: int, stride: int, count: int, n: int) -> None:
+    """out[s] += sum over k < count of weights[at + k·stride] · values[first + k, s]; four k at a time."""
     k = 0
     while k + 4 <= count:
         w0, w1 = weights[at + k * stride], weights[at + (k + 1) * stride]
@@ -153,7 +169,7 @@ def _add_products(out, values, first, weights, at, stride, count, n):  # noqa: A
 
 
 @njit(fastmath=FAST)
-def _forward(weights, sizes, acts, n, tiny):  # noqa: ANN001, ANN202
+def _forward(weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, n: int, tiny: float) -> None:
     """acts [sum(sizes), B], features by samples: fill every layer after the input; ReLU inside, sigmoid at the end."""
     one, zero = weights.dtype.type(1), weights.dtype.type(0)
     source, at = 0, 0
@@ -179,7 +195,7 @@ def _forward(weights, sizes, acts, n, tiny):  # noqa: ANN001, ANN202
 
 
 @njit(fastmath=FAST)
-def _weight_gradient(up, acts, source, fan_in, grad, at, n, zero):  # noqa: ANN001, ANN202
+def _weight_gradient(up: np.ndarray, acts: np.ndarray, source: int, fan_in: int, grad: np.ndarray, at: int, n: int, zero: float) -> None:
     """grad[at + i] = sum over samples of up · acts[source + i]; four i at a time."""
     i = 0
     while i + 4 <= fan_in:
@@ -201,7 +217,9 @@ def _weight_gradient(up, acts, source, fan_in, grad, at, n, zero):  # noqa: ANN0
 
 
 @njit(fastmath=FAST)
-def _backward(weights, sizes, acts, delta, grad, n, of_weights):  # noqa: ANN001, ANN202
+def _backward(
+    weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, delta: np.ndarray, grad: np.ndarray, n: int, of_weights: bool
+) -> None:
     """delta's last row holds d loss / d logit; fill `grad` (of the weights), or the first rows of `delta` (of the input)."""
     zero = weights.dtype.type(0)
     target, end = 0, 0
@@ -236,7 +254,26 @@ def _backward(weights, sizes, acts, delta, grad, n, of_weights):  # noqa: ANN001
 
 
 @njit(parallel=True, fastmath=FAST, cache=True)
-def train_elastic(stream, local, label, count, touched, user, rows, sent, adapter, sizes, epochs, batch, lr, lr_adapter, tolerance, tiny, loss):  # noqa: ANN001, ANN201, E501
+def train_elastic(
+    stream: np.ndarray,
+    local: np.ndarray,
+    label: np.ndarray,
+    count: np.ndarray,
+    touched: np.ndarray,
+    user: np.ndarray,
+    rows: np.ndarray,
+    sent: np.ndarray,
+    adapter: np.ndarray,
+    sizes: np.ndarray,
+    epochs: int,
+    batch: int,
+    lr: float,
+    lr_adapter: float,
+    tolerance: float,
+    tiny: float,
+    loss: np.ndarray,
+    steps: np.ndarray,
+) -> None:
     """As train_dot, on rows merged with `sent` [C, T, d] by each client's adapter [C, A]; all three are trained in place."""
     d = user.shape[1]
     kind = user.dtype.type
@@ -253,7 +290,12 @@ def train_elastic(stream, local, label, count, touched, user, rows, sent, adapte
         acts, delta = np.empty((layers, wide), user.dtype), np.empty((layers, wide), user.dtype)
         gq, mq, vq = np.empty((t, d), user.dtype), np.zeros(t * d, user.dtype), np.zeros(t * d, user.dtype)
         gp, mp, vp = np.empty(d, user.dtype), np.zeros(d, user.dtype), np.zeros(d, user.dtype)
-        gp_change, own, change, error = np.empty(d, user.dtype), np.empty(wide, user.dtype), np.empty(wide, user.dtype), np.empty(wide, user.dtype)
+        gp_change, own, change, error = (
+            np.empty(d, user.dtype),
+            np.empty(wide, user.dtype),
+            np.empty(wide, user.dtype),
+            np.empty(wide, user.dtype),
+        )
         gw, mw, vw = np.empty(w.size, user.dtype), np.zeros(w.size, user.dtype), np.zeros(w.size, user.dtype)
         step, total, seen, mean = 0, 0.0, 0, 0.0
         for epoch in range(epochs):
@@ -314,3 +356,28 @@ def train_elastic(stream, local, label, count, touched, user, rows, sent, adapte
             if settled:
                 break
         loss[c] = mean
+        steps[c] = step
+
+
+def train(
+    plan: DotBCE,
+    samples: tuple[np.ndarray, ...],
+    held: dict[str, np.ndarray],
+    sent: dict[str, np.ndarray],
+    epochs: int,
+    batch: int,
+    tolerance: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Local training of a block as `plan` says, in place on `held`; returns running mean losses and steps, [C] each.
+
+    samples: (stream [C], local [C, S], label [C, S], count [C], touched [C])
+    """
+    user, rows = held[plan.user], held[plan.items]
+    loss, steps = np.zeros(len(user)), np.zeros(len(user), np.int64)
+    tiny = user.dtype.type(TINY[user.itemsize])
+    if isinstance(plan, ElasticBCE):
+        extra = (sent[plan.items], held[plan.adapter], np.array(plan.sizes))
+        train_elastic(*samples, user, rows, *extra, epochs, batch, plan.lr, plan.lr_adapter, tolerance, tiny, loss, steps)
+    else:
+        train_dot(*samples, user, rows, epochs, batch, plan.lr, tolerance, tiny, loss, steps)
+    return loss, steps

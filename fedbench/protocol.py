@@ -22,7 +22,8 @@ class Protocol:
     name: str = "clean"
     """the preset this protocol started from"""
     split: str = "auto"
-    """which interactions are held out (the last for test, the one before for validation): time, random, item-order (the item's order of first appearance taken as time), ncf (the NCF paper's files), auto (time if the data has it, else what the preset says)"""
+    """what is held out, the last interaction for test and the one before for validation: by time, random, item-order (of first appearance),
+    ncf (the NCF paper's files), auto (time if the data has it, else random, or item-order in the published preset)"""
     train_negatives: str = "clean"
     """clean: anything outside the client's training items can be drawn; leaky: never a held-out item, as in the published code"""
     select_on: str = "val"
@@ -64,9 +65,7 @@ class Protocol:
 PRESETS = {
     "clean": Protocol(),
     "ncf": Protocol(name="ncf", split="ncf", min_interactions=0, candidates="ncf"),
-    "published": Protocol(
-        name="published", train_negatives="leaky", select_on="test", min_interactions=10, candidates="same"
-    ),
+    "published": Protocol(name="published", train_negatives="leaky", select_on="test", min_interactions=10, candidates="same"),
 }
 CHOICES = {
     "split": SPLITS,

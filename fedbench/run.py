@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import resource
 import signal
 import sys
@@ -82,6 +83,8 @@ class Federation:
         cohort = cohort_of(self.round, self.split.clients, a.clients_per_round or self.split.clients, a.sampling, self.seed)
         samples = sample_round(self.split, cohort, a.negatives, self.seed, self.round)
         result = engine.run_cohort(self.server, self.store, samples, self.round)
+        if not torch.isfinite(result.loss).all():
+            raise FedbenchError(f"the training loss is not finite in round {self.round}: training diverged; lower the learning rate")
         self.server = a.aggregate(self.server, result.uploads, Draw(self.seed, self.round, None, engine.dtype, engine.device))
         self.visits[cohort] += 1
         self.bytes_up += result.uploads.bytes()
@@ -111,7 +114,7 @@ def run(config: RunConfig) -> dict[str, Any]:
     device = choose_device(config.device)
     if config.threads:
         torch.set_num_threads(config.threads)
-        numba.set_num_threads(min(config.threads, numba.config.NUMBA_NUM_THREADS))
+        numba.set_num_threads(min(config.threads, os.cpu_count() or 1))
     parts, dataset = prepare(config.dataset, config.protocol, config.data)
     algorithm = config.algorithm
     check_cohort(algorithm, parts)
@@ -174,8 +177,8 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
             started = time.perf_counter()
             result = federation.next_round()
             line: dict[str, float] = {"round": federation.round}
-            if federation.algorithm.phases({}) or federation.algorithm.phases({"": torch.empty(0)}):
-                line["loss"] = mean_loss(result, federation.round)
+            if result.updates:
+                line["loss"] = float(result.loss.mean())
             if federation.round % config.eval_every == 0 or federation.round == rounds:
                 ranks = federation.sampled_ranks()
                 scores = {name: ranking_metrics(rank) for name, rank in ranks.items()}
@@ -219,13 +222,6 @@ def interrupts_between_rounds() -> Iterator[Callable[[], bool]]:
     finally:
         if mine:
             signal.signal(signal.SIGINT, before)
-
-
-def mean_loss(result: Round, round_: int) -> float:
-    loss = float(result.loss.mean())
-    if not np.isfinite(loss):
-        raise FedbenchError(f"the loss is {loss} in round {round_}: training diverged; lower the learning rate")
-    return loss
 
 
 def summarise(
@@ -294,7 +290,8 @@ def final_table(summary: dict[str, Any], parts: Split) -> str:
     rows = [(summary["algo"], summary["test"]), ("popularity", summary["popularity"]), ("random (exact)", summary["chance"])]
     width = max(len(name) for name, _ in rows) + 2
     protocol = f"{summary['protocol']}{' LEAKY' if summary['leaky'] else ''}"
-    head = f"{summary['dataset']}, protocol {protocol} [{summary['protocol_fingerprint']}], test at round {summary['best_round']} of {summary['rounds']}"
+    head = f"{summary['dataset']}, protocol {protocol} [{summary['protocol_fingerprint']}]"
+    head += f", test at round {summary['best_round']} of {summary['rounds']}"
     lines = ["", f"{head} (chosen on {parts.protocol.select_on}), {parts.clients:,} clients, {parts.items:,} items"]
     lines.append(" " * width + "".join(f"{name.replace('_10', '@10').replace('_', ' ').upper():>14}" for name in columns))
     for name, metrics in rows:
@@ -347,7 +344,9 @@ def choose_device(name: str) -> str:
     if kind == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if int(index or 0) >= count:
-            raise UsageError(f"--device {name}: this machine has {count or 'no'} CUDA device{'s' if count > 1 else ''}; use --device cpu or auto")
+            raise UsageError(
+                f"--device {name}: this machine has {count or 'no'} CUDA device{'s' if count > 1 else ''}; use --device cpu or auto"
+            )
     if kind == "mps" and not torch.backends.mps.is_available():
         raise UsageError("--device mps: this machine has no Apple GPU that torch can use; use --device cpu or auto")
     return name
@@ -357,11 +356,11 @@ def choose_folder(config: RunConfig) -> tuple[Path, bool]:
     """The run's folder, and whether a run that stopped in it goes on."""
     if config.resume not in ("auto", "never"):
         folder = Path(config.resume)
-        if not (folder / "checkpoint").exists():
+        if not checkpoint.exists(folder):
             raise UsageError(f"--resume {folder}: no checkpoint there; give the folder of a run that was interrupted")
         return folder, True
     if config.out is not None:
-        stopped = (config.out / "checkpoint").exists() and not (config.out / "summary.json").exists()
+        stopped = checkpoint.exists(config.out) and not (config.out / "summary.json").exists()
         return config.out, config.resume == "auto" and stopped
     label = Path(config.algo).stem, Path(config.dataset).stem
     place = Path("runs") / label[1] / label[0] / f"{time.strftime('%Y%m%d-%H%M%S')}-{config.hash8()}"

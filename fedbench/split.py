@@ -56,7 +56,7 @@ class Split:
 
 
 @njit(cache=True)
-def _pair_hash(base, user, item):  # noqa: ANN001, ANN202
+def _pair_hash(base: np.uint64, user: np.ndarray, item: np.ndarray) -> np.ndarray:
     out = np.empty(user.size, np.uint64)
     for r in range(user.size):
         out[r] = mix(base ^ mix(np.uint64(user[r]) * np.uint64(0x100000001B3) + np.uint64(item[r])))
@@ -64,7 +64,7 @@ def _pair_hash(base, user, item):  # noqa: ANN001, ANN202
 
 
 @njit(inline="always", cache=True)
-def unseen(seen, rank):  # noqa: ANN001, ANN201
+def unseen(seen: np.ndarray, rank: np.int64) -> np.int64:
     """The rank-th item (from 0) that is not in the sorted list `seen`: a binary search, no rejection."""
     low, high = 0, seen.size
     while low < high:
@@ -77,7 +77,7 @@ def unseen(seen, rank):  # noqa: ANN001, ANN201
 
 
 @njit(parallel=True, cache=True)
-def _candidates(stream, ptr, seen, items, out):  # noqa: ANN001, ANN202
+def _candidates(stream: np.ndarray, ptr: np.ndarray, seen: np.ndarray, items: int, out: np.ndarray) -> None:
     """out [U, K]: K different items a client has not seen, in the order drawn."""
     width = out.shape[1]
     for c in prange(stream.size):
@@ -150,9 +150,7 @@ def _filtered(data: Interactions, protocol: Protocol) -> tuple[np.ndarray, np.nd
     return data.user[keep], data.item[keep], data.rating[keep], data.time[keep]
 
 
-def _last_is_test(
-    data: Interactions, protocol: Protocol, user: np.ndarray, item: np.ndarray, time: np.ndarray
-) -> tuple[np.ndarray, ...]:
+def _last_is_test(data: Interactions, protocol: Protocol, user: np.ndarray, item: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, ...]:
     """Sort keys (least significant first) that put a user's test interaction last and its validation interaction before it."""
     random = _pair_hash(purpose_base(protocol.split_seed, 0, "split"), user, item)
     if protocol.split == "random":
@@ -198,7 +196,8 @@ def _ranked_beside(
         number[item_codes] = np.arange(items, dtype=np.int32)
         test = number[data.candidates[user_codes]]
         if (test < 0).any():
-            raise DataError(f"{data.name}: the NCF candidates name items that --min-interactions removed; use --min-interactions 0")
+            raise DataError(f"{data.name}: --min-interactions removed items that the NCF candidates name; use --min-interactions 0")
+        protocol = replace(protocol, eval_negatives=test.shape[1])
     return protocol, val, test
 
 
@@ -229,8 +228,22 @@ class Samples:
 
 
 @njit(parallel=True, cache=True)
-def _sample(stream, clients, train_ptr, train_item, avoid_ptr, avoid_item, items, k, ptr, local, label, row, touched):  # noqa: ANN001, ANN202
-    """For each client: every training item, then k negatives outside its `avoid` list (different ones for one positive if it has k to offer)."""
+def _sample(
+    stream: np.ndarray,
+    clients: np.ndarray,
+    train_ptr: np.ndarray,
+    train_item: np.ndarray,
+    avoid_ptr: np.ndarray,
+    avoid_item: np.ndarray,
+    items: int,
+    k: int,
+    ptr: np.ndarray,
+    local: np.ndarray,
+    label: np.ndarray,
+    row: np.ndarray,
+    touched: np.ndarray,
+) -> None:
+    """For each client: every training item, each followed by k negatives outside its `avoid` list, different ones if there are k."""
     for c in prange(clients.size):
         u = clients[c]
         avoid = avoid_item[avoid_ptr[u] : avoid_ptr[u + 1]]
@@ -280,7 +293,7 @@ def sample_round(split: Split, cohort: np.ndarray, negatives: int, seed: int, wh
 
 
 @njit(inline="always", cache=True)
-def shuffle(order, key, epoch, batch):  # noqa: ANN001, ANN201
+def shuffle(order: np.ndarray, key: np.uint64, epoch: int, batch: int) -> None:
     """Fill `order` with a permutation of its positions for this epoch; a client with one batch needs none."""
     n = order.size
     for i in range(n):
@@ -292,7 +305,7 @@ def shuffle(order, key, epoch, batch):  # noqa: ANN001, ANN201
 
 
 @njit(parallel=True, cache=True)
-def orders(stream, ptr, epoch, batch, out):  # noqa: ANN001, ANN201
+def orders(stream: np.ndarray, ptr: np.ndarray, epoch: int, batch: int, out: np.ndarray) -> None:
     """out [S]: every client's order of samples in an epoch, positions within the client."""
     for c in prange(stream.size):
         shuffle(out[ptr[c] : ptr[c + 1]], stream[c], epoch, batch)

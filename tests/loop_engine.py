@@ -37,7 +37,7 @@ def run_cohort(
 
 
 def run_client(
-    algorithm: Algorithm, answer: Answer, kept: Tensors, client: int, rows: Tensor, local: Tensor, label: Tensor, stream: np.ndarray
+    algorithm: Algorithm, answer: Answer, kept: Tensors, client: int, rows: Tensor, local: Tensor, label: Tensor, key: np.ndarray
 ) -> tuple[Tensors, float]:
     """Receive, train, keep, upload."""
     own = {name: tensor[client] for name, tensor in kept.items()}
@@ -47,7 +47,7 @@ def run_client(
     whole = {name: held[name] for name in kept_tables}
     held = {name: (value[rows] if name in algorithm.tables else value).clone() for name, value in held.items()}
     sent = {name: value[rows] if name in algorithm.tables else value for name, value in sent.items()}
-    loss = train_client(algorithm, held, sent, local, label, stream)
+    loss = train_client(algorithm, held, sent, local, label, key)
     for name in kept:
         if name in kept_tables:
             kept[name][client] = whole[name]
@@ -58,7 +58,7 @@ def run_client(
     return algorithm.upload(mine, {} if kept_tables else sent, torch.tensor(float(len(label)))), loss
 
 
-def train_client(algorithm: Algorithm, held: Tensors, sent: Tensors, local: Tensor, label: Tensor, stream: np.ndarray) -> float:
+def train_client(algorithm: Algorithm, held: Tensors, sent: Tensors, local: Tensor, label: Tensor, key: np.ndarray) -> float:
     """Local epochs over shuffled batches; `held` is trained in place."""
     phases = algorithm.phases(sent)
     if not phases or len(label) == 0:
@@ -73,7 +73,7 @@ def train_client(algorithm: Algorithm, held: Tensors, sent: Tensors, local: Tens
     size = algorithm.batch_size
     order = np.empty(len(label), np.int64)
     for epoch in range(algorithm.local_epochs):
-        orders(stream, np.array([0, len(label)]), epoch, size, order)
+        orders(key, np.array([0, len(label)]), epoch, size, order)
         for take in torch.from_numpy(order).split(size):
             batch = Batch(local[take], label[take], torch.ones(len(take), dtype=dtype))
             for optimizer in optimizers:

@@ -97,9 +97,7 @@ def test_interrupted_between_the_renames(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("survived", [0, 1])
-def test_a_state_can_be_read_whichever_rename_is_interrupted(
-    tmp_path: Path, survived: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_can_be_read_whichever_rename_is_interrupted(tmp_path: Path, survived: int, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save(tmp_path, FACTS, tensors())
     rename = Path.rename
     done: list[Path] = []

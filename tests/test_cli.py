@@ -143,9 +143,7 @@ def test_ncf_files_are_asked_for_where_the_protocol_needs_them(args: list[str]) 
     assert not resolve([*args, "--protocol", "ncf", "--split", "time", "--candidates", "apart"]).data.ncf
 
 
-def test_the_printed_config_is_json_alone_and_reads_back(
-    args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_printed_config_is_json_alone_and_reads_back(args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*args, "--sizes", "3,2", "--protocol", "published", "--no-mlflow", "--out", "there", "--seed", "4", "-n", "7"]
     assert cli.main([*words, "--print-config"]) == 0
     out, err = capsys.readouterr()
@@ -290,9 +288,7 @@ def test_a_bad_flag_is_one_line(args: list[str], fails: Fails, words: str, says:
         ("[" * 100_000, "c.json", "c.json"),
     ],
 )
-def test_a_bad_config_file_is_one_line(
-    args: list[str], fails: Fails, tmp_path: Path, text: str, name: str, says: str | None
-) -> None:
+def test_a_bad_config_file_is_one_line(args: list[str], fails: Fails, tmp_path: Path, text: str, name: str, says: str | None) -> None:
     file = written(tmp_path, text, name)
     words = args if says else args[2:]
     assert (says or "algo must be a word, not 3") in fails(*words, "--config", file)

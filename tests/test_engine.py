@@ -182,9 +182,7 @@ def test_pack_keeps_every_sample_and_marks_the_padding() -> None:
     for c in range(6):
         n = samples.counts[c]
         mine = slice(samples.ptr[c], samples.ptr[c + 1])
-        assert (block.local[c, :n].numpy() == samples.local[mine]).all() and (
-            block.label[c, :n].numpy() == samples.label[mine]
-        ).all()
+        assert (block.local[c, :n].numpy() == samples.local[mine]).all() and (block.label[c, :n].numpy() == samples.label[mine]).all()
         order = block.order(1, 32)[c].numpy()
         expected = np.empty(n, np.int64)
         orders(block.stream[c : c + 1], np.array([0, n]), 1, 32, expected)
@@ -269,11 +267,20 @@ def test_compiled_equals_eager() -> None:
 
 
 def test_bytes_down_counts_those_who_were_sent_something() -> None:
-    world = World(5, 7)
-    assert bytes_down(Answer(), 0, world) == 0
-    assert bytes_down(Answer(shared={"items": torch.zeros(7, 4), "bias": torch.zeros(3)}), 5, world) == 5 * (7 * 4 + 3) * 4
+    assert bytes_down(Answer(), 0) == 0
+    assert bytes_down(Answer(shared={"items": torch.zeros(7, 4), "bias": torch.zeros(3)}), 5) == 5 * (7 * 4 + 3) * 4
     personal = Answer(personal={"items": torch.zeros(2, 7, 4, dtype=torch.float64)}, slot=torch.tensor([-1, 0, -1, 1, -1]))
-    assert bytes_down(personal, 2, world) == 2 * 7 * 4 * 8
+    assert bytes_down(personal, 2) == 2 * 7 * 4 * 8
+
+
+@pytest.mark.parametrize("kernel", ["auto", "off"])
+def test_counts_the_numbers_that_optimizers_moved(kernel: str) -> None:
+    parts = small_split()
+    samples = without_samples(sample_round(parts, np.arange(parts.clients), 4, 0, 1), 4)
+    store = ClientStore(Local(**SMALL), World(parts.clients, parts.items), Draw(0))
+    result = Engine(Local(**SMALL), World(parts.clients, parts.items), 0, kernel=kernel).run_cohort({}, store, samples, 1)
+    steps = 3 * -(-samples.counts // 32)
+    assert result.updates == (steps * (8 + 8 * samples.touched)).sum()
 
 
 def test_bytes_down_of_rounds() -> None:
@@ -285,12 +292,8 @@ def test_bytes_down_of_rounds() -> None:
     assert personal.next_round().bytes_down == parts.clients // 2 * parts.items * 8 * 4
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: FEDEM, lambda: Local(**SMALL), lambda: FedEM(**SMALL, adapter=(16, 8, 1), same_start=False)]
-)
-def test_clients_start_alike_however_many_are_initialised_at_once(
-    make: Callable[[], Algorithm], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("make", [lambda: FEDEM, lambda: Local(**SMALL), lambda: FedEM(**SMALL, adapter=(16, 8, 1), same_start=False)])
+def test_clients_start_alike_however_many_are_initialised_at_once(make: Callable[[], Algorithm], monkeypatch: pytest.MonkeyPatch) -> None:
     world, draw = World(24, 58), Draw(0)
     whole = ClientStore(make(), world, draw)
     monkeypatch.setattr(store_file, "CHUNK", 58 * 8 * 5)

@@ -177,9 +177,7 @@ def test_no_client_weighs_more_than_the_cap(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(fedem_file, "solve_weights", recording)
     after(FedEM(**SMALL))
-    assert max(float(weights.max()) for weights in seen) > 0.5, (
-        "without a cap a client is almost alone, so the cap has work to do"
-    )
+    assert max(float(weights.max()) for weights in seen) > 0.5, "without a cap a client is almost alone, so the cap has work to do"
     seen.clear()
     after(FedEM(**SMALL, max_weight=0.2))
     assert len(seen) == 3

@@ -39,9 +39,7 @@ print(datasets.__file__)
 
 
 def test_train_py_runs_from_any_folder(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), "--list"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, str(ROOT / "train.py"), "--list"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert done.stdout.startswith("algorithms\n  ")
     assert not list(tmp_path.iterdir())

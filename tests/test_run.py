@@ -203,9 +203,7 @@ def interrupting(monkeypatch: pytest.MonkeyPatch, when: int, signals: int = 1) -
 
 @pytest.mark.parametrize("algo", [FEDMF, FEDEM])
 @pytest.mark.parametrize("when", [1, 2, 3])
-def test_an_interrupt_within_a_round_spoils_nothing(
-    algo: str, when: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_within_a_round_spoils_nothing(algo: str, when: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = f"{algo} --block-rows 400 --eval-every 2"
     expected = carry_out(words, tmp_path / "steady")
     with monkeypatch.context() as patch:
@@ -224,9 +222,7 @@ def test_a_second_interrupt_does_not_wait_and_saves_no_half_round(tmp_path: Path
     assert len(lines_of(tmp_path / "r")) == 1 and not (tmp_path / "r" / "checkpoint").exists()
 
 
-def test_resume_refuses_another_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_refuses_another_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with monkeypatch.context() as patch:
         interrupting(patch, when=2)
         assert cli.main([*FEDMF.split(), "--out", str(tmp_path / "r")]) == 130
@@ -246,9 +242,7 @@ def test_ctrl_c_in_a_real_process(tmp_path: Path) -> None:
     try:
         deadline = time.monotonic() + 100
         while (
-            time.monotonic() < deadline
-            and process.poll() is None
-            and (not metrics.exists() or len(metrics.read_bytes().splitlines()) < 5)
+            time.monotonic() < deadline and process.poll() is None and (not metrics.exists() or len(metrics.read_bytes().splitlines()) < 5)
         ):
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)

@@ -164,9 +164,7 @@ def test_mlflow_holds_what_the_folder_holds(tmp_path: Path, client: Any, capfd: 
     log.finish(SUMMARY, CLIENTS)
     assert capfd.readouterr().err == ""
     run = client.get_run(log.run_id)
-    expected = {
-        (key, item["round"]): value for item in tracking.read_metrics(tmp_path / "metrics.jsonl") for key, value in item.items()
-    }
+    expected = {(key, item["round"]): value for item in tracking.read_metrics(tmp_path / "metrics.jsonl") for key, value in item.items()}
     stored = history(client, log.run_id)
     assert {place: value for place, value in stored.items() if "/" not in place[0] or place[0] == "val/ndcg_10"} == {
         place: value for place, value in expected.items() if place[0] != "round"
@@ -247,9 +245,7 @@ def test_rounds_reach_mlflow_while_the_run_goes_on(tmp_path: Path, client: Any, 
     assert len(client.get_metric_history(log.run_id, "loss")) == 4
 
 
-def test_a_dead_server_costs_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_dead_server_costs_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://someone:secret@127.0.0.1:9")
     with caplog.at_level(logging.WARNING):
         log = start(tmp_path, mlflow=True)
@@ -331,9 +327,7 @@ def test_a_pid_used_again_by_another_process_is_no_sign_of_life() -> None:
 @pytest.mark.slow
 def test_two_processes_create_one_database(tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path / 'fresh.db'}"
-    children = [
-        run_child(CHILD + "log.end('FAILED')\n", str(tmp_path / name), "both", cwd=tmp_path, database=database) for name in "ab"
-    ]
+    children = [run_child(CHILD + "log.end('FAILED')\n", str(tmp_path / name), "both", cwd=tmp_path, database=database) for name in "ab"]
     outputs = [child.communicate(timeout=120) for child in children]
     ids = {out.strip() for out, _ in outputs}
     assert len(ids) == 2 and "None" not in ids

@@ -1,0 +1,33 @@
+# `make run` and `make test` do all the set-up there is on a fresh machine with Python 3.11 and make.
+PYTHON ?= python3
+PY := .venv/bin/python
+export MLFLOW_DISABLE_TELEMETRY := true
+
+.PHONY: run test lint setup ui clean
+
+run: setup
+	$(PY) train.py --algo fedem --dataset filmtrust --alpha 0.9
+
+test: setup lint
+	$(PY) -m pytest
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+ui: setup
+	@echo "MLflow on http://127.0.0.1:5000 (Ctrl-C ends it)"
+	$(PY) -m mlflow ui --backend-store-uri $${MLFLOW_TRACKING_URI:-sqlite:///mlflow.db} --host 127.0.0.1 --port 5000
+
+setup: .venv/ready
+
+.venv/ready: requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	test -x $(PY) || $(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
+	-$(PY) -m fedbench fetch filmtrust ml-100k ml-1m
+	touch $@
+
+clean:
+	rm -rf .venv runs mlflow.db mlartifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis
