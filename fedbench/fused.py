@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numba import njit, prange
@@ -361,7 +362,7 @@ def train_elastic(
 
 def train(
     plan: DotBCE,
-    samples: tuple[np.ndarray, ...],
+    samples: Any,
     held: dict[str, np.ndarray],
     sent: dict[str, np.ndarray],
     epochs: int,
