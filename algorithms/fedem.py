@@ -30,7 +30,7 @@ from fedbench.registry import register
 @register("fedem", summary="elastic merging: own item tables, similarity-weighted aggregation, a learned merge")
 @dataclass(frozen=True)
 class FedEM(Algorithm):
-    rounds: int = 15
+    rounds: int = 10
     stop_below: float = 1e-4
     alpha: float = 0.9
     """weight of similarity beside the share of samples; near 0 all clients are averaged, at 0.9 a client is almost alone"""

@@ -378,7 +378,9 @@ def train(
     tiny = user.dtype.type(TINY[user.itemsize])
     if isinstance(plan, ElasticBCE):
         extra = (sent[plan.items], held[plan.adapter], np.array(plan.sizes))
-        train_elastic(*samples, user, rows, *extra, epochs, batch, plan.lr, plan.lr_adapter, tolerance, tiny, loss, steps)
+        kernel: Any = train_elastic
+        kernel(*samples, user, rows, *extra, epochs, batch, plan.lr, plan.lr_adapter, tolerance, tiny, loss, steps)
     else:
-        train_dot(*samples, user, rows, epochs, batch, plan.lr, tolerance, tiny, loss, steps)
+        kernel = train_dot
+        kernel(*samples, user, rows, epochs, batch, plan.lr, tolerance, tiny, loss, steps)
     return loss, steps
