@@ -197,8 +197,8 @@ class Engine:
         """Receive (own tables are merged by now), train, keep; returns the losses [C] and what is uploaded of shared tables."""
         algorithm = self.algorithm
         own_tables = [name for name in algorithm.tables if name in store.tensors]
-        own = {n: t[block.clients[:, None], block.rows] if n in algorithm.tables else t[block.clients] for n, t in store.tensors.items()}
-        sent = sent_rows(answer, block, algorithm.tables)
+        own = store.rows(block.clients, block.rows, algorithm.tables)
+        sent = sent_rows(answer, block.clients, block.rows, algorithm.tables) if block.sent else {}
         held = own if own_tables and block.sent else vmapped(algorithm.receive, own, sent)
         phases = algorithm.phases(sent)
         held, loss, steps = self.train(block, held, sent, phases)
@@ -295,17 +295,12 @@ def bytes_down(answer: Answer, clients: int) -> int:
     return clients * (shared + personal)
 
 
-def sent_rows(answer: Answer, block: Block, tables: tuple[str, ...]) -> Tensors:
-    """What the block's clients were sent: rows [C, T, ...] of tables, everything else whole [C, ...]."""
-    if not block.sent:
-        return {}
-    sent = {}
-    for name, value in answer.shared.items():
-        sent[name] = value[block.rows] if name in tables else value.expand(len(block.clients), *value.shape)
-    for name, value in answer.personal.items():
-        assert answer.slot is not None
-        slot = answer.slot[block.clients]
-        sent[name] = value[slot[:, None], block.rows] if name in tables else value[slot]
+def sent_rows(answer: Answer, clients: Tensor, rows: Tensor, tables: tuple[str, ...]) -> Tensors:
+    """What these clients were sent: the rows [C, T, ...] of tables, everything else whole [C, ...]."""
+    sent = {name: value[rows] if name in tables else value.expand(len(clients), *value.shape) for name, value in answer.shared.items()}
+    if answer.slot is not None:
+        slot = answer.slot[clients]
+        sent |= {name: value[slot[:, None], rows] if name in tables else value[slot] for name, value in answer.personal.items()}
     return sent
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbench.algorithm import Algorithm, Answer, Tensors
-from fedbench.engine import FULL_ROWS, sent_whole, vmapped
+from fedbench.algorithm import Algorithm, Answer
+from fedbench.engine import FULL_ROWS, sent_rows, sent_whole, vmapped
 from fedbench.split import Split
 from fedbench.store import ClientStore
 
@@ -106,8 +106,8 @@ class Evaluator:
         out = np.empty((2, self.split.clients), np.int64)
         for clients, sent in self._groups(answer, both.shape[1]):
             items = both[clients]
-            own = {n: t[clients[:, None], items] if n in self.algorithm.tables else t[clients] for n, t in store.tensors.items()}
-            scores = vmapped(self.algorithm.score, own, self._sent(answer, clients, items) if sent else {})
+            own = store.rows(clients, items, self.algorithm.tables)
+            scores = vmapped(self.algorithm.score, own, sent_rows(answer, clients, items, self.algorithm.tables) if sent else {})
             where = clients.cpu().numpy()
             out[0, where] = ranks_among(scores[:, : width["val"]]).cpu().numpy()
             out[1, where] = ranks_among(scores[:, width["val"] :]).cpu().numpy()
@@ -144,14 +144,6 @@ class Evaluator:
             for chunk in clients.split(max(1, FULL_ROWS // width)):
                 if len(chunk):
                     yield chunk, sent
-
-    def _sent(self, answer: Answer, clients: Tensor, items: Tensor) -> Tensors:
-        tables = self.algorithm.tables
-        sent = {n: v[items] if n in tables else v.expand(len(clients), *v.shape) for n, v in answer.shared.items()}
-        if answer.slot is not None:
-            slot = answer.slot[clients]
-            sent |= {n: v[slot[:, None], items] if n in tables else v[slot] for n, v in answer.personal.items()}
-        return sent
 
 
 def _training_pairs(split: Split, clients: np.ndarray, device: str) -> tuple[Tensor, Tensor]:

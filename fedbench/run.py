@@ -28,7 +28,7 @@ from fedbench.algorithm import Algorithm, Tensors, World
 from fedbench.config import RunConfig
 from fedbench.data import Interactions
 from fedbench.draw import Draw
-from fedbench.engine import Engine, Round
+from fedbench.engine import Engine, Round, Uploads
 from fedbench.errors import FedbenchError, UsageError
 from fedbench.evaluate import Evaluator, chance_metrics, popularity_ranks, ranking_metrics, spread
 from fedbench.protocol import Protocol
@@ -57,6 +57,8 @@ class Federation:
     visits: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     bytes_up: int = 0
     bytes_down: int = 0
+    channel: tuple[Callable[[Uploads], Uploads], ...] = ()
+    """what happens to the uploads on their way to the server, in order, after their bytes are counted"""
 
     @classmethod
     def start(
@@ -85,9 +87,12 @@ class Federation:
         result = engine.run_cohort(self.server, self.store, samples, self.round)
         if not torch.isfinite(result.loss).all():
             raise FedbenchError(f"the training loss is not finite in round {self.round}: training diverged; lower the learning rate")
-        self.server = a.aggregate(self.server, result.uploads, Draw(self.seed, self.round, None, engine.dtype, engine.device))
-        self.visits[cohort] += 1
         self.bytes_up += result.uploads.bytes()
+        uploads = result.uploads
+        for hop in self.channel:
+            uploads = hop(uploads)
+        self.server = a.aggregate(self.server, uploads, Draw(self.seed, self.round, None, engine.dtype, engine.device))
+        self.visits[cohort] += 1
         self.bytes_down += result.bytes_down
         return result
 
@@ -381,6 +386,8 @@ def describe(dataset: Interactions, parts: Split, config: RunConfig, device: str
         log.info("%d repeated (user, item) rows merged: the latest stands", dataset.merged_rows)
     log.info("protocol %s [%s]: %s clients, %s items, split by %s", parts.protocol.name, parts.fingerprint, f"{parts.clients:,}",
              f"{parts.items:,}", parts.protocol.split)  # fmt: skip
+    if parts.protocol.eval_negatives < config.protocol.eval_negatives:
+        log.info("%d items are ranked beside the held-out one, not %d", parts.protocol.eval_negatives, config.protocol.eval_negatives)
     if parts.protocol.leaky:
         log.warning("LEAKY protocol: numbers of this run are inflated and labelled so; use --protocol clean for true ones")
     log.info("%s, recipe %s, seed %d, on %s, into %s", config.algo, config.recipe, config.seed, device, out)

@@ -40,6 +40,10 @@ class ClientStore:
         """[C, ...] of each name; a view without a copy when `whole` says that `clients` are all of them in order."""
         return {name: tensor if whole else tensor[clients] for name, tensor in self.tensors.items()}
 
+    def rows(self, clients: Tensor, rows: Tensor, tables: tuple[str, ...]) -> Tensors:
+        """The same with only the given rows [C, T] of tables."""
+        return {name: t[clients[:, None], rows] if name in tables else t[clients] for name, t in self.tensors.items()}
+
     def write(self, clients: Tensor, name: str, value: Tensor) -> None:
         self.tensors[name][clients] = value
 

@@ -82,7 +82,7 @@ def one_block(algorithm: Algorithm, device: str = "cpu") -> tuple[Engine, Block,
         for name, value in ClientStore(algorithm, world, draw).tensors.items()
     }
     table = torch.randn(world.items, algorithm.dim, device=device)
-    sent = sent_rows(Answer(shared={"items": table}), block, algorithm.tables)
+    sent = sent_rows(Answer(shared={"items": table}), block.clients, block.rows, algorithm.tables)
     engine = Engine(algorithm, world, 0, device, kernel="off")
     return engine, block, vmapped(algorithm.receive, own, sent), sent
 

@@ -1,0 +1,111 @@
+"""The documentation is true: its examples train, and its commands, flags, paths and links exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import fedbench
+from fedbench import cli, config, registry
+from fedbench.algorithm import Algorithm
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGE_NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+ROOMS = "fedbench|algorithms|datasets|sweeps|tests|docs"
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=PAGE_NAMES)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def examples() -> dict[str, str]:
+    """Complete algorithm files, by the name in their first line (`# name.py`)."""
+    found = {}
+    for page in PAGES:
+        for text in blocks(page, "python"):
+            if named := re.match(r"# (\w+\.py)\n", text):
+                found[named[1]] = text
+    return found
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of every `python train.py ...` line in a block of commands."""
+    lines = [line for text in blocks(page, "bash") for line in text.splitlines() if line.startswith("python train.py")]
+    return [shlex.split(line, comments=True)[2:] for line in lines]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that holds the examples, to run in."""
+    for name, text in examples().items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_both_guides_have_an_example() -> None:
+    assert set(examples()) == {"item_bias.py", "biased_mf.py"}
+
+
+@pytest.mark.parametrize("name", examples())
+def test_an_example_trains(name: str, folder: Path) -> None:
+    size = ["--users", "60", "--items", "120", "--interactions", "10", "--rounds", "2"]
+    assert cli.main(["--algo", name, "--dataset", "synthetic", *size, "--no-mlflow", "--quiet", "--out", "run"]) == 0
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["rounds"] == 2 and summary["bytes_up"] > 0 and not summary["leaky"]
+    losses = [json.loads(line)["loss"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert losses[1] < losses[0]
+
+
+@each_page
+def test_commands_are_understood(page: Path, folder: Path) -> None:
+    for words in commands(page):
+        if not {"--help", "--config"} & set(words):
+            request = config.parse(words)
+            assert request.configs or request.list
+
+
+@each_page
+def test_flags_exist(page: Path, folder: Path) -> None:
+    classes: list[type[Algorithm]] = [*registry.algorithms().values(), *(registry.algorithm(name) for name in examples())]
+    flags = [flag for cls in classes for group in config.flag_groups(cls).values() for flag in group]
+    known = {flag.option for flag in flags} | {f"--no-{flag.option[2:]}" for flag in flags if flag.item_kind is bool}
+    known |= {"--config", "--list", "--print-config", "--help"}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", page.read_text(encoding="utf-8")))
+    assert named <= known
+
+
+@each_page
+def test_paths_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(rf"(?<![\w/.:-])(?:{ROOMS})/[\w./-]*\w", text))
+    named |= set(re.findall(r"`(\w+\.py)`", text)) - set(examples())
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+@each_page
+def test_links_resolve(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(#[^)\s]*)?\)", page.read_text(encoding="utf-8")):
+        if target.startswith(("http:", "https:")):
+            continue
+        linked = (page.parent / target).resolve() if target else page
+        assert linked.exists(), target
+        assert not anchor or anchor[1:] in anchors(linked), f"{target}{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link can point to inside a page: its headings, lower case, without punctuation, dashes for blanks."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_one_version_everywhere() -> None:
+    assert f"\nversion: {fedbench.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\n## {fedbench.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
