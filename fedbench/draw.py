@@ -57,14 +57,14 @@ def _keys(base: np.uint64, who: np.ndarray) -> np.ndarray:
     return out
 
 
-@njit(parallel=True, cache=True)
+@njit(parallel=True, nogil=True, cache=True)
 def _fill_uniform(keys: np.ndarray, out: np.ndarray) -> None:
     for c in prange(keys.size):
         for i in range(out.shape[1]):
             out[c, i] = unit(keys[c], i)
 
 
-@njit(parallel=True, cache=True)
+@njit(parallel=True, nogil=True, cache=True)
 def _fill_normal(keys: np.ndarray, out: np.ndarray) -> None:
     """Box-Muller: positions 2i and 2i+1 of a row share two uniforms."""
     width = out.shape[1]

@@ -84,7 +84,7 @@ def _settled(total: float, seen: int, before: float, tolerance: float, epoch: in
     return mean, epoch > 0 and abs(mean - before) / abs(before + 1e-5) < tolerance
 
 
-@njit(parallel=True, fastmath=FAST, cache=True)
+@njit(parallel=True, nogil=True, fastmath=FAST, cache=True)
 def train_dot(
     stream: np.ndarray,
     local: np.ndarray,
@@ -254,7 +254,7 @@ def _backward(
         end = at
 
 
-@njit(parallel=True, fastmath=FAST, cache=True)
+@njit(parallel=True, nogil=True, fastmath=FAST, cache=True)
 def train_elastic(
     stream: np.ndarray,
     local: np.ndarray,

@@ -76,7 +76,7 @@ def unseen(seen: np.ndarray, rank: np.int64) -> np.int64:
     return rank + low
 
 
-@njit(parallel=True, cache=True)
+@njit(parallel=True, nogil=True, cache=True)
 def _candidates(stream: np.ndarray, ptr: np.ndarray, seen: np.ndarray, items: int, out: np.ndarray) -> None:
     """out [U, K]: K different items a client has not seen, in the order drawn."""
     width = out.shape[1]
@@ -227,7 +227,7 @@ class Samples:
         return np.diff(self.row_ptr)
 
 
-@njit(parallel=True, cache=True)
+@njit(parallel=True, nogil=True, cache=True)
 def _sample(
     stream: np.ndarray,
     clients: np.ndarray,
@@ -304,7 +304,7 @@ def shuffle(order: np.ndarray, key: np.uint64, epoch: int, batch: int) -> None:
             order[i], order[j] = order[j], order[i]
 
 
-@njit(parallel=True, cache=True)
+@njit(parallel=True, nogil=True, cache=True)
 def orders(stream: np.ndarray, ptr: np.ndarray, epoch: int, batch: int, out: np.ndarray) -> None:
     """out [S]: every client's order of samples in an epoch, positions within the client."""
     for c in prange(stream.size):

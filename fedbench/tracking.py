@@ -13,8 +13,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 from urllib.parse import urlsplit
@@ -102,14 +103,15 @@ class RunLog:
         dirty = {"git_dirty": str(env["git_dirty"]).lower()} if commit else {}
         resumed = {"resumes": earlier} if earlier else {}
         all_tags = {"kind": "run", "out": str(out), **commit, **dirty, **resumed, **tags}
-        log = cls(out, config, env, log_file, Mirror(experiment, run_name, config, all_tags) if mlflow else None)
-        if log.run_id:
-            _write_json(out / "env.json", {**env, "mlflow_run_id": log.run_id})
-        return log
+
+        def note(run_id: str) -> None:
+            _write_json(out / "env.json", {**env, "mlflow_run_id": run_id})
+
+        return cls(out, config, env, log_file, Mirror(experiment, run_name, config, all_tags, note) if mlflow else None)
 
     @property
     def run_id(self) -> str | None:
-        """The MLflow run, if there is one."""
+        """The MLflow run, if there is one; waits until all that was logged has reached it."""
         return self._mirror.run_id if self._mirror else None
 
     @property
@@ -195,19 +197,33 @@ class RunLog:
 
 
 class Mirror:
-    """The MLflow copy of a run. The first failure ends it for the rest of the run: the folder is what counts."""
+    """The MLflow copy of a run, made by one thread beside it: importing MLflow alone takes seconds that the run need not wait for.
 
-    def __init__(self, experiment: str, run_name: str, config: dict[str, Any], tags: dict[str, str]):
-        self.run_id: str | None = None
-        self.link: str | None = None
+    The first failure ends it for the rest of the run: the folder is what counts.
+    """
+
+    def __init__(self, experiment: str, run_name: str, config: dict[str, Any], tags: dict[str, str], note: Callable[[str], None]):
+        self._run_id: str | None = None
+        self._link: str | None = None
         self._out = tags["out"]
         self._client: MlflowClient | None = None
+        self._given_up = False
         self._waiting: list[tuple[int, dict[str, Any]]] = []
-        with self._or_give_up():
-            self._start(experiment, run_name, config, tags)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mlflow")
+        self._last = self._thread.submit(self._guarded, self._start, experiment, run_name, config, tags, note)
         self._due = time.monotonic() + FLUSH_SECONDS
 
-    def _start(self, experiment: str, run_name: str, config: dict[str, Any], tags: dict[str, str]) -> None:
+    @property
+    def run_id(self) -> str | None:
+        self._last.result()
+        return self._run_id
+
+    @property
+    def link(self) -> str | None:
+        self._last.result()
+        return self._link
+
+    def _start(self, experiment: str, run_name: str, config: dict[str, Any], tags: dict[str, str], note: Callable[[str], None]) -> None:
         from mlflow.entities import Param
 
         client, experiment_id = _open_store(experiment)
@@ -215,68 +231,79 @@ class Mirror:
         who = {"host": socket.gethostname(), "pid": str(os.getpid()), "pid_start": _started(os.getpid())}
         all_tags = {key: str(value)[:TAG_LENGTH] for key, value in {**tags, **who}.items()}
         run_id = client.create_run(experiment_id, tags=all_tags, run_name=run_name).info.run_id
-        self.run_id, self._client = run_id, client
+        self._run_id, self._client = run_id, client
+        note(run_id)
         params = [Param(key, value[:PARAM_LENGTH]) for key, value in params_of(config).items()]
         for start in range(0, len(params), BATCH_PARAMS):
             client.log_batch(run_id, params=params[start : start + BATCH_PARAMS])
-        self.link = f"{_ui_address(tracking_uri())}/{CHARTS.format(experiment_id)}"
+        self._link = f"{_ui_address(tracking_uri())}/{CHARTS.format(experiment_id)}"
 
     def add(self, line: dict[str, Any], flush: bool = True) -> None:
-        """Keep a round's line for the next batch, and send the batch when it is due."""
-        if self._client is None:
+        """Keep a round's line for the next batch, and hand the batch over when it is due and the last one has gone."""
+        if self._given_up:
             return
         self._waiting.append((int(time.time() * 1000), line))
-        started = time.monotonic()
-        if flush and started >= self._due:
-            with self._or_give_up():
-                self._flush()
-            now = time.monotonic()
-            self._due = now + max(FLUSH_SECONDS, (now - started) / FLUSH_SHARE)
+        if flush and time.monotonic() >= self._due and self._last.done():
+            self._submit(self._flush, self._take())
 
     def finish(self, metrics: dict[str, float], step: int, files: list[Path]) -> None:
-        """Send what waits, the final metrics and the files."""
-        if self._client is None or self.run_id is None:
-            return
-        with self._or_give_up():
-            self._waiting.append((int(time.time() * 1000), {**metrics, "round": step}))
-            self._flush()
-            # before the files: a store that takes no artifacts still has a finished run
-            self._client.set_terminated(self.run_id, "FINISHED")
-            for file in files:
-                if file.is_dir():
-                    self._client.log_artifacts(self.run_id, str(file), file.name)
-                elif file.exists():
-                    self._client.log_artifact(self.run_id, str(file))
+        """Send what waits, the final metrics and the files, and wait for it."""
+        self._waiting.append((int(time.time() * 1000), {**metrics, "round": step}))
+        self._submit(self._complete, self._take(), "FINISHED", files)
+        self._close()
 
     def end(self, status: str) -> None:
         """Send what waits and mark the run."""
-        if self._client is None or self.run_id is None:
-            return
-        with self._or_give_up():
-            self._flush()
-            self._client.set_terminated(self.run_id, status)
+        self._submit(self._complete, self._take(), status, [])
+        self._close()
 
-    def _flush(self) -> None:
+    def _close(self) -> None:
+        self._last.result()
+        self._thread.shutdown()
+
+    def _take(self) -> list[tuple[int, dict[str, Any]]]:
+        taken, self._waiting = self._waiting, []
+        return taken
+
+    def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._last = self._thread.submit(self._guarded, work, *arguments)
+
+    def _flush(self, lines: list[tuple[int, dict[str, Any]]]) -> None:
         from mlflow.entities import Metric
 
-        assert self._client is not None and self.run_id is not None
+        if self._client is None or self._run_id is None:
+            return
+        started = time.monotonic()
         metrics = [
             Metric(_name(key), float(value), when, line["round"])
-            for when, line in self._waiting
+            for when, line in lines
             for key, value in line.items()
             if key != "round" and isinstance(value, int | float)
         ]
         for start in range(0, len(metrics), BATCH_METRICS):
-            self._client.log_batch(self.run_id, metrics=metrics[start : start + BATCH_METRICS])
-        self._waiting.clear()
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + BATCH_METRICS])
+        now = time.monotonic()
+        self._due = now + max(FLUSH_SECONDS, (now - started) / FLUSH_SHARE)
 
-    @contextmanager
-    def _or_give_up(self) -> Iterator[None]:
+    def _complete(self, lines: list[tuple[int, dict[str, Any]]], status: str, files: list[Path]) -> None:
+        if self._client is None or self._run_id is None:
+            return
+        self._flush(lines)
+        # before the files: a store that takes no artifacts still has a finished run
+        self._client.set_terminated(self._run_id, status)
+        for file in files:
+            if file.is_dir():
+                self._client.log_artifacts(self._run_id, str(file), file.name)
+            elif file.exists():
+                self._client.log_artifact(self._run_id, str(file))
+
+    def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
+        if self._given_up:
+            return
         try:
-            yield
+            work(*arguments)
         except Exception as error:
-            self._client = None
-            self._waiting.clear()
+            self._client, self._given_up = None, True
             logger.warning("MLflow tracking given up (%s); nothing is lost: all is in %s", _one_line(error), self._out)
 
 

@@ -234,6 +234,7 @@ def test_rounds_reach_mlflow_while_the_run_goes_on(tmp_path: Path, client: Any, 
     monkeypatch.setattr(tracking, "FLUSH_SECONDS", 0.0)
     monkeypatch.setattr(tracking, "FLUSH_SHARE", float("inf"))
     log = start(tmp_path, mlflow=True)
+    assert log.run_id
     for number in (1, 2):
         log.round(line(number))
         assert len(client.get_metric_history(log.run_id, "loss")) == number
@@ -269,7 +270,7 @@ def test_a_server_that_dies_in_mid_run_is_asked_no_more(tmp_path: Path, client: 
         calls.append(arguments)
         raise ConnectionError("gone")
 
-    assert log._mirror is not None and log._mirror._client is not None
+    assert log.run_id and log._mirror is not None and log._mirror._client is not None
     monkeypatch.setattr(log._mirror._client, "log_batch", refuse)
     for number in (1, 2, 3):
         log.round(line(number))
@@ -311,8 +312,8 @@ def test_a_killed_run_is_marked_by_the_next(tmp_path: Path, client: Any, databas
         os.kill(child.pid, signal.SIGKILL)
         child.communicate()
     log = start(tmp_path / "next", mlflow=True, experiment="kill")
-    assert client.get_run(killed).info.status == "KILLED"
     assert client.get_run(log.run_id).info.status == "RUNNING"
+    assert client.get_run(killed).info.status == "KILLED"
     assert tracking.mark_stale("kill") == 0
     log.end("KILLED")
 
