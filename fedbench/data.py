@@ -69,7 +69,7 @@ class DatasetOptions:
     data_dir: Path | None = None
     """look here first (`--data-dir` or FEDBENCH_DATA): <data_dir>/<dataset>/<file>"""
     cache_dir: Path | None = None
-    """downloads are kept here; None means the user's cache folder, or FEDBENCH_CACHE"""
+    """downloads are kept here; FEDBENCH_CACHE, else the user's cache folder, if not given"""
     ncf: bool = False
     """load the NCF paper's files (split and, where they can be had, candidates)"""
     users: int = 1000

@@ -7,6 +7,7 @@ knows, the kernel runs the whole local training. Nothing inside a step waits for
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -169,8 +170,7 @@ class Engine:
     ) -> None:
         self.algorithm, self.world, self.seed, self.device, self.dtype = algorithm, world, seed, device, dtype
         self.kernels = kernel == "auto" and device == "cpu"
-        # A CPU block should stay in the L2 cache; a GPU wants as many rows as it can get.
-        self.block_rows = block_rows or (1 << 13 if device == "cpu" else 1 << 20)
+        self.block_rows = block_rows or rows_that_fit(algorithm.dim, device)
         self.step: Callable[..., Any] = torch.compile(step, dynamic=True) if compile else step
 
     def run_cohort(self, server: Tensors, store: ClientStore, samples: Samples, when: int) -> Round:
@@ -275,6 +275,19 @@ class Engine:
             order = torch.from_numpy(np.argsort(client, kind="stable")).to(self.device)
             tensors[name] = Rows(torch.from_numpy(client).to(self.device)[order], item[order], value[order], n)
         return Uploads(self.world, clients, tensors)
+
+
+def rows_that_fit(dim: int, device: str) -> int:
+    """Rows of a block: on a CPU such that they, their gradients and Adam's moments stay in the L2 cache; on a GPU a quarter of its memory."""
+    if device.startswith("cuda"):
+        room = torch.cuda.mem_get_info(device)[0] // 4
+    else:
+        try:
+            room = os.sysconf("SC_LEVEL2_CACHE_SIZE")
+        except (ValueError, OSError):
+            room = 0
+        room = room if room > 0 else 1 << 20
+    return min(max(room // (dim * 4 * 4), 1 << 10), 1 << 20)
 
 
 def trained_size(value: Tensor, table: bool, block: Block) -> np.ndarray:
