@@ -278,7 +278,7 @@ class Engine:
 
 
 def rows_that_fit(dim: int, device: str) -> int:
-    """Rows of a block: on a CPU such that they, their gradients and Adam's moments stay in the L2 cache; on a GPU a quarter of its memory."""
+    """Rows of a block: on a CPU such that they, their gradients and Adam's moments stay in the L2 cache; on a GPU in a quarter of it."""
     if device.startswith("cuda"):
         room = torch.cuda.mem_get_info(device)[0] // 4
     else:
@@ -286,7 +286,7 @@ def rows_that_fit(dim: int, device: str) -> int:
             room = os.sysconf("SC_LEVEL2_CACHE_SIZE")
         except (ValueError, OSError):
             room = 0
-        room = room if room > 0 else 1 << 20
+        room = room if room > 0 else 1 << 21
     return min(max(room // (dim * 4 * 4), 1 << 10), 1 << 20)
 
 
