@@ -387,7 +387,9 @@ def test_mean_and_deviation_over_seeds() -> None:
     [
         ("", 2, "a command is missing"),
         ("adit", 2, "unknown command 'adit'; did you mean audit?"),
-        ("qqq", 2, "use one of train, audit, bench, list"),
+        ("qqq", 2, "use one of train, audit, bench, fetch, list"),
+        ("fetch", 2, "fetch takes names of datasets"),
+        ("fetch filmtrst", 2, "did you mean filmtrust?"),
         ("list x", 2, "list takes no flags"),
         ("train", 2, "--algo is missing"),
         ("train --alog x", 2, "did you mean --algo?"),

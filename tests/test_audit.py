@@ -1,0 +1,62 @@
+"""The audit passes an honest protocol, and each kind of leak makes it fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fedbench.__main__ import main
+from fedbench.audit import candidates_unseen, held_out_apart, negatives
+from tests.conftest import small_split
+
+SYNTHETIC = ["--dataset", "synthetic", "--users", "400", "--items", "300", "--interactions", "40"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "leaks"),
+    [
+        ([], 0, []),
+        (["--protocol", "published", "--rounds", "15"], 1, ["held-out items drawn", "choice of the round", "canary local"]),
+        (["--train-negatives", "leaky"], 1, ["held-out items drawn", "canary local"]),
+        (["--select-on", "test"], 1, ["choice of the round"]),
+    ],
+)
+def test_what_the_audit_says(flags: list[str], code: int, leaks: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", *SYNTHETIC, *flags]) == code
+    lines = capsys.readouterr().out.splitlines()
+    found = [line.split("LEAK  ")[1] for line in lines if line.startswith("  LEAK")]
+    assert len(found) == len(leaks) and all(one.startswith(leak) for one, leak in zip(found, leaks, strict=True))
+    assert lines[-1].startswith("LEAK" if leaks else "clean")
+
+
+def test_a_held_out_item_in_training_is_found() -> None:
+    split = small_split()
+    assert held_out_apart(split).passed
+    items = split.train_item.copy()
+    items[0] = split.test_item[0]
+    found = held_out_apart(replace(split, train_item=items))
+    assert not found.passed and found.figures.startswith("1 of")
+
+
+def test_a_candidate_that_the_client_has_met_is_found() -> None:
+    split = small_split()
+    assert candidates_unseen(split).passed
+    candidates = split.test_candidates.copy()
+    candidates[3, 0] = split.train_item[split.train_ptr[3]]
+    assert not candidates_unseen(replace(split, test_candidates=candidates)).passed
+
+
+def test_negatives_that_avoid_held_out_items_are_found() -> None:
+    """Drawing around all of a client's items instead of its training items: the held-out ones are never drawn."""
+    split = small_split(users=200, items=60)
+    assert all(check.passed for check in negatives(split, seed=0, rounds=20))
+    leaky = replace(split, protocol=replace(split.protocol, train_negatives="leaky"))
+    assert [check.passed for check in negatives(leaky, seed=0, rounds=20)] == [True, False]
+
+
+def test_help_and_a_wrong_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "--help"]) == 0
+    assert "LEAK" in capsys.readouterr().out
+    assert main(["audit", "--dataset", "synthetic", "--protocoll", "clean"]) == 2
+    assert "did you mean --protocol?" in capsys.readouterr().err
