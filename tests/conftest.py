@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from functools import cache
 
+import hypothesis
 import numba
 import numpy as np
 import pytest
@@ -34,6 +36,18 @@ def without_samples(samples: Samples, position: int) -> Samples:
         row_ptr=np.concatenate([[0], np.cumsum(touched)]),
         row=samples.row[np.repeat(keep, samples.touched)],
     )
+
+
+# A busy machine is no reason for a test to fail.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interruptible() -> None:
+    """Ctrl-C works, here and in child processes: a shell that runs the tests in the background turns it off for all of them."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -160,7 +160,7 @@ def test_ncf_candidates_are_the_files_own_duplicates_included() -> None:
     met = [[0, 1, 2], [3, 4, 5], [0, 6]]
     given_ = np.array([[3, 3, 5], [0, 2, 0], [1, 2, 3]], np.int32)
     data = interactions(met, held_out=np.array([1, 3, 6], np.int32), candidates=given_)
-    with pytest.raises(DataError, match="^tiny: the NCF candidates name items that --min-interactions removed; use --min-inter"):
+    with pytest.raises(DataError, match="^tiny: --min-interactions removed items that the NCF candidates name; use --min-interactions 0"):
         split(replace(data, candidates=given_ + 1), PRESETS["ncf"])  # user 2 has too few rows, and item 6 goes with it
     parts = split(data, PRESETS["ncf"])
     assert parts.test_item.tolist() == [1, 3]
