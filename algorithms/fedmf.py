@@ -1,7 +1,7 @@
 """Federated matrix factorisation (federated collaborative filtering, Ammad-ud-din et al. 2019): items shared, users private.
 
 A client downloads the item table, trains its own user vector and the item rows that its samples touch, and sends back how those
-rows changed. The server moves its table by the combined change. This is what every personalised method has to beat.
+rows changed. The server steps its table along the combined change. This is what every personalised method has to beat.
 """
 
 from __future__ import annotations
@@ -10,32 +10,27 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedbench.aggregate import AVERAGES
-from fedbench.algorithm import Algorithm, Answer, Batch, Phase, Tensors, World, bce
+from fedbench.algorithm import Answer, Batch, Phase, Tensors, World, bce
 from fedbench.draw import Draw
 from fedbench.engine import Uploads
 from fedbench.errors import UsageError
 from fedbench.fused import DotBCE
 from fedbench.registry import register
+from fedbench.server import SharedModel
 
 
 @register("fedmf", summary="federated matrix factorisation: item table shared, user vectors private")
 @dataclass(frozen=True)
-class FedMF(Algorithm):
+class FedMF(SharedModel):
     local_epochs: int = 2
     lr: float = 0.02
     """local learning rate of Adam"""
     init_scale: float = 0.01
     """standard deviation of the initial vectors"""
-    average: str = "touching"
-    """how changes of an item row are combined: sum, cohort (mean over the round) or touching (mean over those that sent it)"""
-    server_lr: float = 1.0
-    """the server moves its table by this times the combined change"""
-
-    choices = {**Algorithm.choices, "average": AVERAGES}
 
     def check(self, world: World | None = None) -> None:
-        for name in ("lr", "init_scale", "server_lr"):
+        super().check(world)
+        for name in ("lr", "init_scale"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"--{name.replace('_', '-')} must be over 0, not {getattr(self, name):g}")
 
@@ -61,8 +56,7 @@ class FedMF(Algorithm):
         return {"items": held["items"] - sent["items"]}
 
     def aggregate(self, server: Tensors, uploads: Uploads, draw: Draw) -> Tensors:
-        table = server["items"]
-        return {"items": table + self.server_lr * uploads.rows("items").combine(len(table), self.average)}
+        return self.step(server, {"items": uploads.rows("items")})
 
     def score(self, own: Tensors, sent: Tensors) -> Tensor:
         return sent["items"] @ own["user"]

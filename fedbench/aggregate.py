@@ -39,6 +39,17 @@ class Rows(NamedTuple):
         return total / senders.clamp(min=1).view(-1, *[1] * (total.dim() - 1))
 
 
+def mean_of_whole_tables(rows: Rows, table: Tensor, kept: Tensor) -> Tensor:
+    """[M, ...]: the mean change over the cohort of whole tables, though only touched rows were sent.
+
+    kept [n]: what weight decay left of each number that client did not touch.
+    """
+    lost = kept - 1
+    touching = lost.new_zeros(len(table)).index_add_(0, rows.item, lost[rows.client])
+    untouched = (lost.sum() - touching) / rows.clients
+    return rows.combine(len(table), "cohort") + table * untouched.view(-1, *[1] * (table.dim() - 1))
+
+
 def signatures(tables: Tensor) -> Tensor:
     """[S, M, d] -> [S, M]: each client's items along the first principal component of its table, the largest entry positive."""
     scores = tables.new_empty(tables.shape[:2])

@@ -49,7 +49,15 @@ class Phase(NamedTuple):
     names: tuple[str, ...]
     lr: float
     optimizer: str = "adam"
-    """adam or sgd; its state is new each round"""
+    """adam, adamw or sgd; its state is new each round"""
+    weight_decay: float = 0.0
+    """decoupled decay of adamw: every step first multiplies what it moves by 1 - lr·weight_decay"""
+    clip: float = 0.0
+    """largest norm of a client's gradient over all names of the phase; 0: not clipped"""
+
+    def decay(self, name: str) -> float:
+        """What a step multiplies a number of `name` by that no sample touches."""
+        return 1 - self.lr * self.weight_decay if self.optimizer == "adamw" and name in self.names else 1.0
 
 
 @dataclass(frozen=True)
@@ -135,6 +143,13 @@ class Algorithm:
     def score(self, own: Tensors, sent: Tensors) -> Tensor:
         """[K] the client's score for each of the K item rows it is given; higher is better."""
         raise NotImplementedError
+
+    def travels_whole(self, world: World) -> Mapping[str, int]:
+        """Name -> rows of the table that the method sends whole in both directions, though only the rows that matter move here.
+
+        Bytes are counted by it.
+        """
+        return {}
 
     def fused(self, sent: bool) -> Any:
         """A description that lets the engine take a fused kernel instead of the generic path, or None (see fedbench/fused.py)."""

@@ -7,9 +7,11 @@ knows, the kernel runs the whole local training. Nothing inside a step waits for
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,8 @@ class Uploads:
     clients: Tensor
     """[n] client numbers"""
     tensors: dict[str, Tensor | Rows] = field(default_factory=dict)
+    whole: Mapping[str, int] = field(default_factory=dict)
+    """tables that travel whole, see Algorithm.travels_whole"""
 
     def rows(self, name: str) -> Rows:
         """Touched rows of a shared table."""
@@ -53,9 +57,12 @@ class Uploads:
     def bytes(self) -> int:
         """Size of everything in here that travelled: values, and 4 bytes for the id of each row."""
         total = 0
-        for value in self.tensors.values():
+        for name, value in self.tensors.items():
             tensor = value.value if isinstance(value, Rows) else value
-            total += tensor.numel() * tensor.element_size() + (4 * len(value.item) if isinstance(value, Rows) else 0)
+            if name in self.whole:
+                total += len(self.clients) * self.whole[name] * math.prod(tensor.shape[1:]) * tensor.element_size()
+            else:
+                total += tensor.numel() * tensor.element_size() + (4 * len(value.item) if isinstance(value, Rows) else 0)
         return total
 
 
@@ -83,6 +90,8 @@ class Block:
     """[C, T] item numbers of the touched rows, padded with 0"""
     valid: Tensor
     """[R] positions in the flattened [C·T] that are not padding"""
+    real: Tensor
+    """[C, T] whether a row is not padding"""
     local: Tensor
     """[C, S] index into the touched rows"""
     label: Tensor
@@ -145,13 +154,13 @@ def pack(samples: Samples, position: np.ndarray, stream: np.ndarray, sent: bool,
     _pad(samples.row, samples.row_ptr, position, rows)
     _pad(samples.local, samples.ptr, position, local)
     _pad(samples.label, samples.ptr, position, label)
-    valid = np.flatnonzero(np.arange(rows.shape[1]) < touched[:, None])
+    real = np.arange(rows.shape[1]) < touched[:, None]
 
     def move(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
 
-    return Block(position, move(samples.clients[position]), move(rows), move(valid), move(local), move(label), move(count),
-                 count, touched, stream[position], sent)  # fmt: skip
+    return Block(position, move(samples.clients[position]), move(rows), move(np.flatnonzero(real)), move(real), move(local), move(label),
+                 move(count), count, touched, stream[position], sent)  # fmt: skip
 
 
 class Engine:
@@ -191,7 +200,8 @@ class Engine:
             losses[position] = loss.double().cpu()
             parts.append((block, part))
             updates += moved
-        return Round(self.collect(parts, store, samples), losses, bytes_down(answer, int(sent.sum())), updates)
+        whole = self.algorithm.travels_whole(self.world)
+        return Round(self.collect(parts, store, samples), losses, bytes_down(answer, int(sent.sum()), whole), updates)
 
     def run_block(self, block: Block, answer: Answer, store: ClientStore) -> tuple[Tensor, Tensors, int]:
         """Receive (own tables are merged by now), train, keep; returns the losses [C] and what is uploaded of shared tables."""
@@ -204,6 +214,7 @@ class Engine:
         held, loss, steps = self.train(block, held, sent, phases)
         for name in store.tensors:
             if name in algorithm.tables:
+                shrink_untouched(store, block.clients, name, phases, steps)
                 flat = held[name].flatten(0, 1)[block.valid]
                 client = block.clients[:, None].expand_as(block.rows).reshape(-1)[block.valid]
                 store.tensors[name][client, block.rows.reshape(-1)[block.valid]] = flat
@@ -242,13 +253,14 @@ class Engine:
         a = self.algorithm
         optimizer = {n: new_state(held[n]) for phase in phases for n in phase.names}
         progress = Progress.start(block.count, self.dtype)
+        real = {name: block.real.to(self.dtype) for name in a.tables}
         for epoch in range(a.local_epochs):
             order = block.order(epoch, a.batch_size)
             for start in range(0, order.shape[1], a.batch_size):
                 take = order[:, start : start + a.batch_size]
                 weight = (take < block.count[:, None]).to(self.dtype)
                 batch = Batch(block.local.gather(1, take), block.label.gather(1, take), weight)
-                held, optimizer, progress = self.step(a.loss, phases, held, sent, batch, optimizer, progress)
+                held, optimizer, progress = self.step(a.loss, phases, held, sent, batch, optimizer, progress, real)
             progress = progress.after_epoch(epoch, a.stop_below)
         return held, progress.mean(), progress.steps
 
@@ -261,7 +273,7 @@ class Engine:
             everybody = np.array_equal(samples.clients, np.arange(self.world.clients))
             own = store.read(clients, whole=everybody)
             counts = torch.from_numpy(samples.counts).to(self.device, self.dtype)
-            return Uploads(self.world, clients, vmapped(self.algorithm.upload, own, {}, counts))
+            return Uploads(self.world, clients, vmapped(self.algorithm.upload, own, {}, counts), self.algorithm.travels_whole(self.world))
         tensors: dict[str, Tensor | Rows] = {}
         position = torch.from_numpy(np.concatenate([block.position for block, _ in parts])).to(self.device)
         for name in parts[0][1]:
@@ -274,7 +286,7 @@ class Engine:
             client = np.concatenate([np.repeat(block.position, block.touched) for block, _ in parts])
             order = torch.from_numpy(np.argsort(client, kind="stable")).to(self.device)
             tensors[name] = Rows(torch.from_numpy(client).to(self.device)[order], item[order], value[order], n)
-        return Uploads(self.world, clients, tensors)
+        return Uploads(self.world, clients, tensors, self.algorithm.travels_whole(self.world))
 
 
 def rows_that_fit(dim: int, device: str) -> int:
@@ -296,15 +308,27 @@ def trained_size(value: Tensor, table: bool, block: Block) -> np.ndarray:
     return each * (block.touched if table else np.ones(len(block.touched), np.int64))
 
 
+def shrink_untouched(store: ClientStore, clients: Tensor, name: str, phases: tuple[Phase, ...], steps: Tensor) -> None:
+    """Weight decay on the rows of the clients' own tables that no sample touches: (1 - lr·weight_decay)^steps, all at once.
+
+    It also meets the touched rows, which are written afterwards.
+    """
+    decay = math.prod(phase.decay(name) for phase in phases)
+    if decay != 1:
+        table = store.tensors[name]
+        factor = decay ** steps.to(table.device, table.dtype)
+        table[clients] = table[clients] * factor.view(-1, *[1] * (table.dim() - 1))
+
+
 def vmapped(function: Callable[..., Any], *arguments: Any) -> Any:
     """`function`, written for one client, over the leading client dimension of all tensors in its arguments."""
     return vmap(function)(*arguments)
 
 
-def bytes_down(answer: Answer, clients: int) -> int:
-    """Size of what the server sent to that many clients."""
+def bytes_down(answer: Answer, clients: int, whole: Mapping[str, int] = MappingProxyType({})) -> int:
+    """Size of what the server sent to that many clients; of the tables in `whole` that many rows to each."""
     shared = sum(t.numel() * t.element_size() for t in answer.shared.values())
-    personal = sum(t[0].numel() * t.element_size() for t in answer.personal.values())
+    personal = sum(whole.get(name, 1) * t[0].numel() * t.element_size() for name, t in answer.personal.items())
     return clients * (shared + personal)
 
 
@@ -377,8 +401,12 @@ def step(
     batch: Batch,
     optimizer: dict[str, tuple[Tensor, Tensor]],
     progress: Progress,
+    real: Tensors,
 ) -> tuple[Tensors, dict[str, tuple[Tensor, Tensor]], Progress]:
-    """One batch of every client in a block: each phase in turn, clients with nothing in this batch or finished unmoved."""
+    """One batch of every client in a block: each phase in turn, clients with nothing in this batch or finished unmoved.
+
+    real: for each table [C, T], 1 for a row and 0 for padding.
+    """
     size = batch.weight.sum(dim=1)
     moves = progress.active & (size > 0)
     steps = progress.steps + moves.to(progress.steps.dtype)
@@ -392,12 +420,22 @@ def step(
         part = {name: held[name] for name in phase.names}
         rest = {name: tensor for name, tensor in held.items() if name not in part}
         gradient, value = vmapped(grad_and_value(of), part, rest, sent, batch)
+        if phase.clip:
+            gradient = clipped(gradient, phase.clip, real)
         for name in phase.names:
             moved, optimizer[name] = update(held[name], gradient[name], optimizer[name], steps, moves, phase)
             held = {**held, name: moved}
     total = progress.total + torch.where(moves, value * size, torch.zeros_like(size))
     seen = progress.seen + torch.where(moves, size, torch.zeros_like(size))
     return held, optimizer, Progress(steps, progress.active, total, seen, progress.before)
+
+
+def clipped(gradient: Tensors, limit: float, real: Tensors) -> Tensors:
+    """Each client's gradient over all names scaled down to norm `limit`, as torch.nn.utils.clip_grad_norm_; padding does not count."""
+    squares = [(g * g).flatten(2).sum(2) * real[name] if name in real else g * g for name, g in gradient.items()]
+    norm = torch.stack([square.reshape(len(square), -1).sum(1) for square in squares]).sum(0).sqrt()
+    factor = (limit / (norm + 1e-6)).clamp(max=1)
+    return {name: g * factor.view(-1, *[1] * (g.dim() - 1)) for name, g in gradient.items()}
 
 
 def update(
@@ -412,5 +450,6 @@ def update(
     first = fused.BETA1 * state[0] + (1 - fused.BETA1) * gradient
     second = fused.BETA2 * state[1] + (1 - fused.BETA2) * gradient * gradient
     rate = phase.lr / (1 - fused.BETA1**steps)
-    moved = parameter - rate * first / (second.sqrt() / (1 - fused.BETA2**steps).sqrt() + fused.EPSILON)
+    moved = parameter * (1 - phase.lr * phase.weight_decay) if phase.optimizer == "adamw" else parameter
+    moved = moved - rate * first / (second.sqrt() / (1 - fused.BETA2**steps).sqrt() + fused.EPSILON)
     return torch.where(moves, moved, parameter), (torch.where(moves, first, state[0]), torch.where(moves, second, state[1]))

@@ -6,17 +6,24 @@ It takes the algorithm's own functions for one client and the same randomness, s
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedbench.aggregate import Rows
-from fedbench.algorithm import Algorithm, Answer, Batch, Tensors, World
+from fedbench.algorithm import Algorithm, Answer, Batch, Phase, Tensors, World
 from fedbench.draw import keys
 from fedbench.engine import Uploads
 from fedbench.split import Samples, orders
 
-OPTIMIZERS = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+
+def make_optimizer(phase: Phase, held: Tensors) -> torch.optim.Optimizer:
+    parameters = [held[name].requires_grad_() for name in phase.names]
+    if phase.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, lr=phase.lr, weight_decay=phase.weight_decay)
+    return {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[phase.optimizer](parameters, lr=phase.lr)
 
 
 def run_cohort(
@@ -47,10 +54,11 @@ def run_client(
     whole = {name: held[name] for name in kept_tables}
     held = {name: (value[rows] if name in algorithm.tables else value).clone() for name, value in held.items()}
     sent = {name: value[rows] if name in algorithm.tables else value for name, value in sent.items()}
-    loss = train_client(algorithm, held, sent, local, label, key)
+    loss, steps = train_client(algorithm, held, sent, local, label, key)
     for name in kept:
         if name in kept_tables:
-            kept[name][client] = whole[name]
+            decay = math.prod(phase.decay(name) for phase in algorithm.phases(sent))
+            kept[name][client] = whole[name] * decay**steps
             kept[name][client][rows] = held[name]
         else:
             kept[name][client] = held[name]
@@ -58,29 +66,32 @@ def run_client(
     return algorithm.upload(mine, {} if kept_tables else sent, torch.tensor(float(len(label)))), loss
 
 
-def train_client(algorithm: Algorithm, held: Tensors, sent: Tensors, local: Tensor, label: Tensor, key: np.ndarray) -> float:
-    """Local epochs over shuffled batches; `held` is trained in place."""
+def train_client(algorithm: Algorithm, held: Tensors, sent: Tensors, local: Tensor, label: Tensor, key: np.ndarray) -> tuple[float, int]:
+    """Local epochs over shuffled batches, `held` trained in place; returns the running mean loss and the number of steps."""
     phases = algorithm.phases(sent)
     if not phases or len(label) == 0:
-        return 0.0
+        return 0.0, 0
     dtype = held[phases[0].names[0]].dtype
     label = label.to(dtype)
-    optimizers = []
-    for phase in phases:
-        parameters = [held[name].requires_grad_() for name in phase.names]
-        optimizers.append(OPTIMIZERS[phase.optimizer](parameters, lr=phase.lr))
-    total, seen, before = 0.0, 0, 0.0
+    optimizers = [make_optimizer(phase, held) for phase in phases]
+    total, seen, before, steps = 0.0, 0, 0.0, 0
     size = algorithm.batch_size
     order = np.empty(len(label), np.int64)
     for epoch in range(algorithm.local_epochs):
         orders(key, np.array([0, len(label)]), epoch, size, order)
         for take in torch.from_numpy(order).split(size):
             batch = Batch(local[take], label[take], torch.ones(len(take), dtype=dtype))
-            for optimizer in optimizers:
+            for phase, optimizer in zip(phases, optimizers, strict=True):
                 optimizer.zero_grad()
                 loss = algorithm.loss(held, sent, batch)
                 loss.backward()
+                for name in phase.names:
+                    if held[name].grad is None:  # not in the loss: an optimizer that decays weights must not skip it
+                        held[name].grad = torch.zeros_like(held[name])
+                if phase.clip:
+                    torch.nn.utils.clip_grad_norm_([held[name] for name in phase.names], phase.clip)
                 optimizer.step()
+            steps += 1
             total += float(loss.detach()) * len(take)
             seen += len(take)
         mean = total / seen
@@ -89,7 +100,7 @@ def train_client(algorithm: Algorithm, held: Tensors, sent: Tensors, local: Tens
         before = mean
     for tensor in held.values():
         tensor.requires_grad_(False)
-    return mean
+    return mean, steps
 
 
 def sent_to(answer: Answer, client: int) -> Tensors:
@@ -110,4 +121,4 @@ def stack(algorithm: Algorithm, world: World, kept: Tensors, samples: Samples, u
             tensors[name] = Rows(client, item, torch.cat([one[name] for _, one in uploaded]), len(uploaded))
         else:
             tensors[name] = torch.stack([one[name] for _, one in uploaded])
-    return Uploads(world, torch.from_numpy(samples.clients), tensors)
+    return Uploads(world, torch.from_numpy(samples.clients), tensors, algorithm.travels_whole(world))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from algorithms.fedavg_ncf import FedAvgNCF
 from algorithms.fedem import FedEM
 from algorithms.fedmf import FedMF
 from algorithms.local import Local
@@ -59,7 +60,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def described(algorithm: Algorithm) -> str:
     """What sets an instance apart from its class's defaults."""
-    plain = {**vars(type(algorithm)()), **SMALL, "adapter": (16, 8, 1)}
+    plain = {**vars(type(algorithm)()), **SMALL, "adapter": (16, 8, 1), "layers": (12, 6, 4)}
     said = [f"{name}={value}" for name, value in vars(algorithm).items() if value != plain[name]]
     return ",".join(said) or "default"
 
@@ -255,11 +256,19 @@ class AlgorithmTests:
         world, draw = small_world(), Draw(SEED)
         server, store, samples = algorithm.init_server(world, draw), ClientStore(algorithm, world, draw), samples_of(algorithm, 1)
         own = {name: value[0] for name, value in store.tensors.items()}
-        sent = algorithm.answer(server).shared
+        answer = algorithm.answer(server)
+        sent = (
+            {name: value[0] for name, value in sent_whole(answer, torch.tensor([0])).items()}
+            if answer.slot is not None or answer.shared
+            else {}
+        )
+        whole = algorithm.travels_whole(world)
         one = algorithm.upload(algorithm.receive(own, sent), sent, torch.tensor(1.0))
         expected = 0
         for name, value in one.items():
-            if name in algorithm.tables and name not in own:
+            if name in whole:
+                expected += len(samples.clients) * whole[name] * 4 * math.prod(value.shape[1:] if name in algorithm.tables else value.shape)
+            elif name in algorithm.tables and name not in own:
                 expected += len(samples.row) * (4 + 4 * math.prod(value.shape[1:]))
             else:
                 expected += len(samples.clients) * 4 * value.numel()
@@ -278,10 +287,30 @@ class AlgorithmTests:
 
 
 class TestFedMF(AlgorithmTests):
-    algorithms = tuple(FedMF(**SMALL, average=average) for average in ("touching", "cohort", "sum"))
+    algorithms = (
+        *(FedMF(**SMALL, average=average) for average in ("touching", "cohort", "sum")),
+        *(FedMF(**SMALL, server=server, server_lr=0.05) for server in ("momentum", "adagrad", "adam", "yogi")),
+    )
     band = (0.25, 0.65)
     quality = {"local_epochs": 2}
     quality_rounds = 6
+
+
+def fedavg_ncf(**fields: Any) -> FedAvgNCF:
+    return FedAvgNCF(**{**SMALL, "layers": (12, 6, 4), **fields})
+
+
+class TestFedAvgNCF(AlgorithmTests):
+    algorithms = (
+        fedavg_ncf(),
+        fedavg_ncf(average="cohort", weight_decay=0.3),
+        fedavg_ncf(average="sum", server="adam", server_lr=0.05, clip=0.0),
+        fedavg_ncf(**FedAvgNCF.published),
+        fedavg_ncf(share_users=True),
+    )
+    band = (0.25, 0.65)
+    quality = {"average": "sum", "server": "adam", "server_lr": 0.05, "lr": 0.02, "layers": (32, 16, 8)}
+    quality_rounds = 8
 
 
 class TestLocal(AlgorithmTests):

@@ -110,7 +110,14 @@ class _Shuffled(Block):
         return self.shuffles[epoch]  # type: ignore[attr-defined]
 
 
-LEARNERS = [FedMF(**SMALL), Local(**SMALL, stop_below=0.05), FEDEM, FedEM(**SMALL, merge="static")]
+class ClippedFedMF(FedMF):
+    """With a norm and decay in every step."""
+
+    def phases(self, sent: Tensors) -> tuple[Phase, ...]:
+        return (Phase(("user", "items"), 0.05, "adamw", weight_decay=0.7, clip=0.03),)
+
+
+LEARNERS = [FedMF(**SMALL), Local(**SMALL, stop_below=0.05), FEDEM, FedEM(**SMALL, merge="static"), ClippedFedMF(**SMALL)]
 
 
 @pytest.mark.parametrize("algorithm", LEARNERS, ids=lambda one: one.name)
@@ -238,9 +245,30 @@ class Twice(FedMF):
         return None
 
 
-def test_phases_with_their_own_optimizers_equal_the_loop() -> None:
+class Clipped(FedMF):
+    """A norm over two names. The penalty gives every row that is held a gradient, padding too."""
+
+    def phases(self, sent: Tensors) -> tuple[Phase, ...]:
+        return (Phase(("user", "items"), 0.05, "adamw", weight_decay=0.7, clip=0.03),)
+
+    def loss(self, held: Tensors, sent: Tensors, batch: Batch) -> Tensor:
+        return super().loss(held, sent, batch) + 0.1 * (held["items"] ** 2).sum()
+
+    def fused(self, sent: bool) -> Any:
+        return None
+
+
+class ClippedSGD(Clipped):
+    """Without Adam, whose steps hardly depend on a gradient's scale."""
+
+    def phases(self, sent: Tensors) -> tuple[Phase, ...]:
+        return Phase(("user",), 0.5, "sgd", clip=0.02), Phase(("items",), 0.5, "sgd", clip=0.03)
+
+
+@pytest.mark.parametrize("kind", [Twice, Clipped, ClippedSGD])
+def test_phases_with_their_own_optimizers_equal_the_loop(kind: type[FedMF]) -> None:
     parts = small_split()
-    algorithm = Twice(**SMALL)
+    algorithm = kind(**SMALL, init_scale=0.5)
     world, draw = World(parts.clients, parts.items), Draw(0, 0, None, torch.float64)
     samples = sample_round(parts, np.arange(10), algorithm.negatives, 0, 1)
     server, store, kept = (
@@ -252,6 +280,45 @@ def test_phases_with_their_own_optimizers_equal_the_loop() -> None:
     result = Engine(algorithm, world, 0, dtype=torch.float64).run_cohort(server, store, samples, 1)
     torch.testing.assert_close(store.tensors, kept.tensors, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(result.uploads.rows("items").value, uploads.rows("items").value, rtol=1e-9, atol=1e-9)
+
+
+class Decaying(Local):
+    """Its own table, with weight decay."""
+
+    def phases(self, sent: Tensors) -> tuple[Phase, ...]:
+        return (Phase(("user", "items"), 0.05, "adamw", weight_decay=0.7),)
+
+    def fused(self, sent: bool) -> Any:
+        return None
+
+
+def test_weight_decay_meets_the_rows_that_no_sample_touches() -> None:
+    """Against torch.optim.AdamW on each client's whole table, one client after another."""
+    parts = small_split()
+    algorithm = Decaying(**SMALL)
+    federation = Federation.start(algorithm, parts, 0, dtype=torch.float64)
+    user, items = (federation.store.tensors[name].clone() for name in ("user", "items"))
+    samples = without_samples(sample_round(parts, np.arange(parts.clients), algorithm.negatives, 0, 1), 4)
+    federation.engine.run_cohort({}, federation.store, samples, 1)
+    stream = keys(0, 1, "shuffle", samples.clients)
+    for c in range(parts.clients):
+        table, vector = items[c].clone().requires_grad_(), user[c].clone().requires_grad_()
+        row = samples.row[samples.row_ptr[c] : samples.row_ptr[c + 1]]
+        item = torch.from_numpy(row[samples.local[samples.ptr[c] : samples.ptr[c + 1]]].astype(np.int64))
+        label = torch.from_numpy(samples.label[samples.ptr[c] : samples.ptr[c + 1]]).double()
+        optimizer = torch.optim.AdamW([table, vector], lr=0.05, weight_decay=0.7)
+        for epoch in range(algorithm.local_epochs if len(item) else 0):
+            order = np.empty(len(item), np.int64)
+            orders(stream[c : c + 1], np.array([0, len(item)]), epoch, algorithm.batch_size, order)
+            for batch in torch.from_numpy(order).split(algorithm.batch_size):
+                optimizer.zero_grad()
+                torch.nn.functional.binary_cross_entropy_with_logits(table[item[batch]] @ vector, label[batch]).backward()
+                optimizer.step()
+        torch.testing.assert_close(federation.store.tensors["items"][c], table.detach(), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(federation.store.tensors["user"][c], vector.detach(), rtol=1e-9, atol=1e-9)
+    kept = ClientStore(algorithm, federation.engine.world, Draw(0, 0, None, torch.float64)).tensors
+    loop_engine.run_cohort(algorithm, federation.engine.world, {}, kept, samples, 0, 1)
+    torch.testing.assert_close(federation.store.tensors, kept, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow

@@ -1,0 +1,93 @@
+"""The server's own optimizer (FedOpt): what clients changed is taken as a gradient, and the server steps along it.
+
+A part that every algorithm with shared tensors can take: derive from `SharedModel` and return `self.step(...)` from `aggregate`.
+State is kept row by row: a row that nobody sent in a round does not move, and its moments and step count stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedbench.aggregate import AVERAGES, Rows, mean_of_whole_tables
+from fedbench.algorithm import Algorithm, Tensors, World
+from fedbench.errors import UsageError
+
+OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam", "yogi")
+BETA1, BETA2, EPSILON = 0.9, 0.99, 1e-8
+STATE = {
+    "sgd": (),
+    "momentum": ("first",),
+    "adagrad": ("second",),
+    "adam": ("first", "second", "steps"),
+    "yogi": ("first", "second", "steps"),
+}
+"""what each keeps between rounds, under <name>/<this> in the server's dict"""
+
+
+@dataclass(frozen=True)
+class SharedModel(Algorithm):
+    """Base of the algorithms whose server moves shared tensors by what the clients changed."""
+
+    average: str = "touching"
+    """how changes of an item row are combined: sum, cohort (mean over the round) or touching (mean over those that sent it)"""
+    server: str = "sgd"
+    """the server's optimizer on the combined change: sgd, momentum, adagrad, adam or yogi; state is kept row by row"""
+    server_lr: float = 1.0
+    """learning rate of the server's optimizer; with sgd 1 is plain averaging, with adam 0.05 is a good start"""
+
+    choices = {**Algorithm.choices, "average": AVERAGES, "server": OPTIMIZERS}
+
+    def check(self, world: World | None = None) -> None:
+        if self.server_lr <= 0:
+            raise UsageError(f"--server-lr must be over 0, not {self.server_lr:g}")
+
+    def step(self, server: Tensors, changes: Mapping[str, Rows | Tensor], kept: Tensor | None = None) -> Tensors:
+        """The server after a round: rows of tables combined as `average` says, other tensors [n, ...] averaged over the cohort.
+
+        kept [n]: what is left of a number that a client did not touch, if clients decay their weights and whole tables are averaged.
+        """
+        moved = dict(server)
+        for name, change in changes.items():
+            value = server[name]
+            if isinstance(change, Tensor):
+                moves, mean = value.new_ones((), dtype=torch.bool), change.mean(0)
+            elif kept is not None and self.average == "cohort":
+                moves, mean = value.new_ones((), dtype=torch.bool), mean_of_whole_tables(change, value, kept)
+            else:
+                moves = value.new_zeros(len(value), dtype=torch.bool).index_fill_(0, change.item, True)
+                moves, mean = moves.view(-1, *[1] * (value.dim() - 1)), change.combine(len(value), self.average)
+            state = {part: server.get(f"{name}/{part}") for part in STATE[self.server]}
+            new, state = optimizer_step(self.server, self.server_lr, value, mean, state, moves)
+            moved |= {name: new, **{f"{name}/{part}": tensor for part, tensor in state.items() if tensor is not None}}
+        return moved
+
+
+def optimizer_step(
+    kind: str, lr: float, value: Tensor, change: Tensor, state: Mapping[str, Tensor | None], moves: Tensor
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """One step of `value` along `change` where `moves` (broadcast to it); a part of the state that is None starts at 0.
+
+    adam is torch.optim.Adam on the negative change, with as many steps as the row has moved; yogi is adam with Yogi's second moment.
+    """
+    old = {
+        part: (torch.zeros_like(moves if part == "steps" else value, dtype=value.dtype) if s is None else s) for part, s in state.items()
+    }
+    new = dict(old)
+    direction = change
+    if kind == "momentum":
+        direction = new["first"] = BETA1 * old["first"] + change
+    elif kind == "adagrad":
+        new["second"] = old["second"] + change**2
+        direction = change / (new["second"].sqrt() + EPSILON)
+    elif kind in ("adam", "yogi"):
+        new["steps"] = old["steps"] + 1
+        new["first"] = BETA1 * old["first"] + (1 - BETA1) * change
+        toward = change**2 - old["second"]
+        new["second"] = old["second"] + (1 - BETA2) * (toward if kind == "adam" else toward.sign() * change**2)
+        root = (new["second"] / (1 - BETA2 ** new["steps"])).sqrt()
+        direction = new["first"] / (1 - BETA1 ** new["steps"]) / (root + EPSILON)
+    return torch.where(moves, value + lr * direction, value), {part: torch.where(moves, new[part], old[part]) for part in new}
