@@ -55,9 +55,7 @@ class FedAvgNCF(SharedModel):
 
     def check(self, world: World | None = None) -> None:
         super().check(world)
-        for name in ("lr", "init_scale"):
-            if getattr(self, name) <= 0:
-                raise UsageError(f"--{name.replace('_', '-')} must be over 0, not {getattr(self, name):g}")
+        self.must_be_positive("lr", "init_scale")
         for name in ("weight_decay", "clip"):
             if getattr(self, name) < 0:
                 raise UsageError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(self, name):g}")

@@ -59,7 +59,7 @@ class FedEM(Algorithm):
     max_weight: float = 1.0
     """no single client may weigh more than this in a mixture; below 1 cvxpy solves it"""
     init_items: float = 0.01
-    """standard deviation of the initial item table, the same table for all clients; the published code takes 1"""
+    """standard deviation of the initial item table, which each client draws for itself; the published code takes 1"""
     init_user: float = 0.1
     """standard deviation of the initial user vector; the published code takes 1"""
     same_start: bool = True
@@ -76,24 +76,30 @@ class FedEM(Algorithm):
     }
 
     def check(self, world: World | None = None) -> None:
-        if self.alpha < 0:
-            raise UsageError(f"--alpha must be 0 or more, not {self.alpha:g}")
-        if self.merge == "elastic" and (len(self.adapter) < 2 or self.adapter[0] != 2 * self.dim or self.adapter[-1] != 1):
-            given = ",".join(map(str, self.adapter))
+        if not 0 <= self.alpha <= 1e6:
+            raise UsageError(f"--alpha must be 0 or more (1e6 at most), not {self.alpha:g}")
+        given = ",".join(map(str, self.adapter))
+        if len(self.adapter) < 2 or min(self.adapter) < 1:
+            raise UsageError(f"--adapter {given}: give two layer sizes or more, each at least 1")
+        if self.merge == "elastic" and (self.adapter[0] != 2 * self.dim or self.adapter[-1] != 1):
             raise UsageError(f"--adapter {given} does not fit --dim {self.dim}: it must start with {2 * self.dim} and end with 1")
         for name in ("agg_ratio", "max_weight"):
             if not 0 < getattr(self, name) <= 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be over 0 and at most 1, not {getattr(self, name):g}")
-        for name in ("lr", "lr_adapter", "init_items", "init_user"):
-            if getattr(self, name) <= 0:
-                raise UsageError(f"--{name.replace('_', '-')} must be over 0, not {getattr(self, name):g}")
+        self.must_be_positive("lr", "lr_adapter", "init_items", "init_user")
+        if not 0 <= self.rho <= 1:
+            raise UsageError(f"--rho must be from 0 to 1, not {self.rho:g}")
+        if world and self.max_weight * self.aggregated(self.clients_per_round or world.clients) < 1 - 1e-9:
+            raise UsageError(
+                f"--max-weight {self.max_weight:g}: the weights of so few aggregated clients cannot sum to 1; raise it or --agg-ratio"
+            )
 
     # ---- client ------------------------------------------------------------------------------------------------------
     def init_client(self, world: World, draw: Draw) -> Tensors:
         mine = draw.same if self.same_start else draw
         return {
             "user": mine.normal("user", self.dim) * self.init_user,
-            "items": draw.same.normal("items", world.items, self.dim) * self.init_items,
+            "items": draw.normal("items", world.items, self.dim) * self.init_items,
             "adapter": init_mlp(mine, "adapter", self.adapter),
         }
 
@@ -134,14 +140,25 @@ class FedEM(Algorithm):
     def answer(self, server: Tensors) -> Answer:
         return Answer(personal={"items": server["tables"]}, slot=server["slot"]) if server else Answer()
 
+    def aggregated(self, n: int) -> int:
+        """How many of n clients the server aggregates."""
+        return max(1, int(n * self.agg_ratio))
+
     def aggregate(self, server: Tensors, uploads: Uploads, draw: Draw) -> Tensors:
         n = len(uploads.clients)
-        picked = draw.subset("aggregated", n, max(1, int(n * self.agg_ratio)))
+        picked = draw.subset("aggregated", n, self.aggregated(n))
         tables = uploads.dense("items", picked)
-        weights = self.weights(tables, uploads.dense("samples", picked))
+        mixed = weighted_tables(self.weights(tables, uploads.dense("samples", picked)), tables)
         slot = torch.full((uploads.world.clients,), -1, device=tables.device)
         slot[uploads.clients[picked]] = torch.arange(len(picked), device=tables.device)
-        return {"tables": weighted_tables(weights, tables), "slot": slot}
+        if not server:
+            return {"tables": mixed, "slot": slot}
+        waiting = server["slot"] >= 0  # a table that its client has not come for yet stays
+        waiting[uploads.clients] = False
+        waiting = waiting.nonzero()[:, 0]
+        slot[waiting] = len(picked) + torch.arange(len(waiting), device=tables.device)
+        kept = server["tables"][server["slot"][waiting]]
+        return {"tables": torch.cat([mixed, kept]) if len(waiting) else mixed, "slot": slot}
 
     def weights(self, tables: Tensor, samples: Tensor) -> Tensor:
         """[S, M, d], [S] -> [S, S]: row u says how much each table weighs in client u's mixture."""

@@ -13,7 +13,6 @@ from torch import Tensor
 from fedbench.algorithm import Answer, Batch, Phase, Tensors, World, bce
 from fedbench.draw import Draw
 from fedbench.engine import Uploads
-from fedbench.errors import UsageError
 from fedbench.fused import DotBCE
 from fedbench.registry import register
 from fedbench.server import SharedModel
@@ -30,9 +29,7 @@ class FedMF(SharedModel):
 
     def check(self, world: World | None = None) -> None:
         super().check(world)
-        for name in ("lr", "init_scale"):
-            if getattr(self, name) <= 0:
-                raise UsageError(f"--{name.replace('_', '-')} must be over 0, not {getattr(self, name):g}")
+        self.must_be_positive("lr", "init_scale")
 
     def init_server(self, world: World, draw: Draw) -> Tensors:
         return {"items": draw.normal("items", world.items, self.dim) * self.init_scale}

@@ -25,6 +25,9 @@ class Local(Algorithm):
     init_scale: float = 1.0
     """standard deviation of the initial vectors; each client draws its own, or all would hit or miss together"""
 
+    def check(self, world: World | None = None) -> None:
+        self.must_be_positive("lr", "init_scale")
+
     def init_client(self, world: World, draw: Draw) -> Tensors:
         return {
             "user": draw.normal("user", self.dim) * self.init_scale,

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from fedbench.errors import UsageError
+
 if TYPE_CHECKING:
     from fedbench.draw import Draw
     from fedbench.engine import Uploads
@@ -102,6 +104,12 @@ class Algorithm:
 
     def check(self, world: World | None = None) -> None:
         """Raise UsageError for values that make no sense. Called with no world before the data is loaded, with it afterwards."""
+
+    def must_be_positive(self, *names: str) -> None:
+        """Raise UsageError if one of these fields is not over 0."""
+        for name in names:
+            if getattr(self, name) <= 0:
+                raise UsageError(f"--{name.replace('_', '-')} must be over 0, not {getattr(self, name):g}")
 
     # ---- the server -------------------------------------------------------------------------------------------------
     def init_server(self, world: World, draw: Draw) -> Tensors:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedbench import config
+from fedbench.errors import UsageError
 from fedbench.evaluate import ranking_metrics
 from fedbench.run import Federation, prepare
 from fedbench.split import Split, sample_round
@@ -41,6 +42,8 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(HELP)
         return 0
+    if any(word.split("=")[0] == "--algo" for word in argv):
+        raise UsageError(f"audit takes no --algo: it runs its canaries, {' and '.join(CANARIES)}")
     canaries = [config.resolve(["--algo", name, "--no-mlflow", *argv]) for name in CANARIES]
     setup_logging(quiet=True, debug=canaries[0].debug)
     split, data = prepare(canaries[0].dataset, canaries[0].protocol, canaries[0].data)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from numba import njit
@@ -13,7 +12,7 @@ from numba import njit
 from fedbench import config, fused
 from fedbench.draw import Draw
 from fedbench.errors import FedbenchError
-from fedbench.run import Federation, check_cohort, choose_device, prepare
+from fedbench.run import Federation, check_cohort, choose_device, prepare, set_threads
 from fedbench.split import cohort_of, sample_round
 from fedbench.tracking import setup_logging
 
@@ -47,8 +46,7 @@ def measure(run: config.RunConfig) -> dict[str, Any]:
     except ImportError:
         raise FedbenchError("bench needs tests/loop_engine.py: run it from a checkout") from None
     threads = run.threads or 1
-    torch.set_num_threads(threads)
-    numba.set_num_threads(threads)
+    set_threads(threads)
     split, data = prepare(run.dataset, run.protocol, run.data)
     algorithm = run.algorithm
     check_cohort(algorithm, split)

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from fedbench.errors import FedbenchError
 
+PLACES = ("checkpoint", "checkpoint.old")
+"""where a state is looked for, in order; the second only remains if a save was cut short"""
+
 
 def save(folder: Path, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Replace folder/checkpoint by this state."""
@@ -45,7 +48,7 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def load(folder: Path, device: str) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
     """The saved state, or None if there is none."""
-    for place in (folder / "checkpoint", folder / "checkpoint.old"):
+    for place in (folder / name for name in PLACES):
         if (place / "state.json").exists():
             try:
                 return json.loads((place / "state.json").read_text()), load_file(place / "state.safetensors", device=device)
@@ -54,6 +57,17 @@ def load(folder: Path, device: str) -> tuple[dict[str, Any], dict[str, Tensor]] 
     return None
 
 
+def facts(folder: Path) -> dict[str, Any]:
+    """The JSON part of the saved state."""
+    for name in PLACES:
+        if (folder / name / "state.json").exists():
+            try:
+                return dict(json.loads((folder / name / "state.json").read_text()))
+            except (ValueError, TypeError, OSError) as error:
+                raise FedbenchError(f"{folder / name} cannot be read ({error}); start again with another --out") from None
+    return {}
+
+
 def exists(folder: Path) -> bool:
     """True if `load` would find a state."""
-    return any((folder / name / "state.json").exists() for name in ("checkpoint", "checkpoint.old"))
+    return any((folder / name / "state.json").exists() for name in PLACES)

@@ -53,6 +53,11 @@ def fetch(argv: list[str]) -> int:
     """`python -m fedbench fetch filmtrust ml-1m`: what a later run would download, now."""
     from fedbench.data import DatasetOptions
 
+    if argv and argv[0] in ("-h", "--help"):
+        print(
+            "usage: python -m fedbench fetch DATASET [DATASET ...]\n\nBrings datasets into the cache, so that later runs need no network."
+        )
+        return 0
     if not argv or any(word.startswith("-") for word in argv):
         raise UsageError("fetch takes names of datasets, such as `fetch filmtrust ml-1m`; `list` shows them")
     for name in argv:
@@ -95,6 +100,8 @@ def guard(command: Command, argv: list[str]) -> int:
         return code
     except FedbenchError as error:
         return report_error(str(error), error.exit_code, debug)
+    except MemoryError:
+        return report_error("not enough memory; lower --dim, --negatives, --block-rows or the data's size", 1, debug)
     except KeyboardInterrupt:
         return report_error("interrupted", 130, debug)
     except BrokenPipeError as error:

@@ -91,7 +91,7 @@ class RunConfig:
         """Every flag's value, flat and ready for JSON; `--config` reads it back."""
         own = {**_values(self), "protocol": self.protocol.name}
         parts = {**_values(self.protocol), **_values(self.data), **_values(self.algorithm)}
-        hidden = ("algorithm", "data", "name", "ncf")
+        hidden = ("algorithm", "data", "name", "ncf", *(() if self.dataset == "synthetic" else SYNTHETIC))
         return {key: _plain(value) for key, value in {**own, **parts}.items() if key not in hidden}
 
     def hash8(self) -> str:

@@ -24,6 +24,8 @@ class Protocol:
     split: str = "auto"
     """what is held out, the last interaction for test and the one before for validation: by time, random, item-order (of first appearance),
     ncf (the NCF paper's files), auto (time if the data has it, else random, or item-order in the published preset)"""
+    ties: str = "hash"
+    """which of several latest interactions is the last: hash (seeded) or first (the item that appears first, as in the published code)"""
     train_negatives: str = "clean"
     """clean: anything outside the client's training items can be drawn; leaky: never a held-out item, as in the published code"""
     select_on: str = "val"
@@ -65,10 +67,13 @@ class Protocol:
 PRESETS = {
     "clean": Protocol(),
     "ncf": Protocol(name="ncf", split="ncf", min_interactions=0, candidates="ncf"),
-    "published": Protocol(name="published", train_negatives="leaky", select_on="test", min_interactions=10, candidates="same"),
+    "published": Protocol(
+        name="published", ties="first", train_negatives="leaky", select_on="test", min_interactions=10, candidates="same"
+    ),
 }
 CHOICES = {
     "split": SPLITS,
+    "ties": ("hash", "first"),
     "train_negatives": ("clean", "leaky"),
     "select_on": ("val", "test"),
     "candidates": ("apart", "same", "ncf"),

@@ -213,8 +213,6 @@ def _left_out_if_broken(what: str) -> Iterator[None]:
     before = dict(_algorithms), dict(_datasets)
     try:
         yield
-    except UsageError:  # two of one name: which is meant is for the user to say
-        raise
     except (Exception, SystemExit) as error:
         _restore(*before)
         log.warning("%s is left out: %s", what, _one_line(error))

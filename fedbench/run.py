@@ -118,21 +118,23 @@ def run(config: RunConfig) -> dict[str, Any]:
     setup_logging(config.quiet, config.debug)
     device = choose_device(config.device)
     if config.threads:
-        torch.set_num_threads(config.threads)
-        numba.set_num_threads(min(config.threads, os.cpu_count() or 1))
+        set_threads(config.threads)
     parts, dataset = prepare(config.dataset, config.protocol, config.data)
     algorithm = config.algorithm
     check_cohort(algorithm, parts)
     out, resume = choose_folder(config)
+    if resume:
+        check_resumable(out, config, parts)
     leaky = parts.protocol.leaky
     run_log = RunLog.open(
         out,
-        {**config.to_dict(), **protocol_fields(parts.protocol)},
+        {key: value for key, value in config.to_dict().items() if key not in ("out", "resume")},
         {
             "protocol_fingerprint": parts.fingerprint,
             "leaky": "LEAKY" if leaky else "no",
             "data_checksum": parts.checksum,
             "dataset": dataset.name,
+            "split": parts.protocol.split,
         },
         mlflow=config.mlflow,
         run_name=f"{config.algo}-{dataset.name}-{parts.protocol.name}-s{config.seed}",
@@ -147,7 +149,7 @@ def run(config: RunConfig) -> dict[str, Any]:
         )
         best = Best()
         if resume:
-            restore(out, federation, best, config)
+            restore(out, federation, best)
         seconds = train(federation, best, run_log, config, out)
         summary = summarise(config, dataset, federation, best, seconds, device)
         save(out, federation, best, config)
@@ -341,6 +343,14 @@ def check_cohort(algorithm: Algorithm, parts: Split) -> None:
     algorithm.check(World(parts.clients, parts.items))
 
 
+def set_threads(count: int) -> None:
+    most = os.cpu_count() or 1
+    if count > most:
+        raise UsageError(f"--threads {count}: this machine has {most} CPU threads; use at most that many")
+    torch.set_num_threads(count)
+    numba.set_num_threads(count)
+
+
 def choose_device(name: str) -> str:
     """auto: a GPU if there is one."""
     if name == "auto":
@@ -390,6 +400,8 @@ def describe(dataset: Interactions, parts: Split, config: RunConfig, device: str
         log.info("%d items are ranked beside the held-out one, not %d", parts.protocol.eval_negatives, config.protocol.eval_negatives)
     if parts.protocol.leaky:
         log.warning("LEAKY protocol: numbers of this run are inflated and labelled so; use --protocol clean for true ones")
+    if config.compile and config.kernel == "auto" and device == "cpu":
+        log.info("--compile concerns the generic path; where a fused kernel fits it runs instead (--kernel off takes the generic path)")
     log.info("%s, recipe %s, seed %d, on %s, into %s", config.algo, config.recipe, config.seed, device, out)
 
 
@@ -417,15 +429,20 @@ def save(out: Path, federation: Federation, best: Best, config: RunConfig) -> No
     checkpoint.save(out, facts, tensors)
 
 
-def restore(out: Path, federation: Federation, best: Best, config: RunConfig) -> None:
-    """Go on from a saved state; refuse one of another configuration or protocol."""
+def check_resumable(out: Path, config: RunConfig, parts: Split) -> None:
+    """Refuse the state of another configuration or protocol, before anything in its folder is touched."""
+    facts = checkpoint.facts(out)
+    for key, mine in (("config", config.hash8()), ("fingerprint", parts.fingerprint)):
+        if facts.get(key) != mine:
+            raise UsageError(f"--resume {out}: that run has another {key} ({facts.get(key)}, here {mine}); give the same flags")
+
+
+def restore(out: Path, federation: Federation, best: Best) -> None:
+    """Go on from a saved state."""
     state = checkpoint.load(out, federation.engine.device)
     if state is None:
         raise UsageError(f"--resume {out}: no checkpoint there")
     facts, tensors = state
-    for key, mine in (("config", config.hash8()), ("fingerprint", federation.split.fingerprint)):
-        if facts[key] != mine:
-            raise UsageError(f"--resume {out}: that run has another {key} ({facts[key]}, here {mine}); give the same flags")
     federation.round, federation.bytes_up, federation.bytes_down = facts["round"], facts["bytes_up"], facts["bytes_down"]
     federation.visits = tensors["visits"].cpu().numpy().copy()
     federation.server = {name.removeprefix("server/"): value for name, value in tensors.items() if name.startswith("server/")}

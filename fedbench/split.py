@@ -158,9 +158,7 @@ def _last_is_test(data: Interactions, protocol: Protocol, user: np.ndarray, item
     if protocol.split == "item-order":
         return (item,)
     if protocol.split == "time":
-        # The published code takes the first of several latest rows; elsewhere a hash decides, so that no order in the file matters.
-        ties = -item if protocol.name == "published" else random
-        return (ties, time)
+        return (-item if protocol.ties == "first" else random, time)
     assert data.held_out is not None
     return (random, time, data.held_out[user] == item)
 

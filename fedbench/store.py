@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedbench.algorithm import Algorithm, Tensors, World
 from fedbench.draw import Draw
+from fedbench.errors import FedbenchError
 
 CHUNK = 1 << 24
 """numbers drawn at once while clients are initialised"""
@@ -28,6 +29,12 @@ class ClientStore:
     def __init__(self, algorithm: Algorithm, world: World, draw: Draw, allocate: Allocate = in_memory) -> None:
         self.tensors: Tensors = {}
         one = algorithm.init_client(world, draw_for(draw, np.arange(1)))
+        needed = world.clients * sum(t[0].numel() * t.element_size() for t in one.values())
+        if draw.device == "cpu" and needed > free_memory():
+            raise FedbenchError(
+                f"what {world.clients:,} clients keep takes {needed / 1e9:.1f} GB and {free_memory() / 1e9:.1f} GB of memory are free; "
+                "lower --dim, raise --min-interactions, or take a method whose clients keep less"
+            )
         size = max(1, CHUNK // max(1, sum(t[0].numel() for t in one.values())))
         for name, value in one.items():
             self.tensors[name] = allocate((world.clients, *value.shape[1:]), value.dtype, draw.device)
@@ -46,6 +53,15 @@ class ClientStore:
 
     def write(self, clients: Tensor, name: str, value: Tensor) -> None:
         self.tensors[name][clients] = value
+
+
+def free_memory() -> float:
+    """Bytes that can still be had without swapping; infinite where the system does not say."""
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return float("inf")
 
 
 def draw_for(draw: Draw, clients: np.ndarray) -> Draw:

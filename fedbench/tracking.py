@@ -141,7 +141,7 @@ class RunLog:
         _write_json(self.out / "summary.json", summary)
         if self._mirror:
             # what the config holds is a param already
-            final = final_metrics({key: value for key, value in summary.items() if key not in self._config})
+            final = final_metrics({key: value for key, value in summary.items() if self._config.get(key) != value})
             step = self._lines[-1]["round"] if self._lines else 0
             files = [self.out / name for name in ("summary.json", "config.json", "per_client.parquet", "figures")]
             self._mirror.finish(final, step, files)
@@ -178,7 +178,7 @@ class RunLog:
         title = " · ".join(str(summary[key]) for key in ("algo", "dataset", "protocol") if key in summary)
         if "seed" in summary:
             title += f" · seed {summary['seed']}"
-        candidates = next((int(v) for k, v in flat(self._config).items() if k.split(".")[-1] == "eval_negatives"), 99) + 1
+        candidates = int(summary.get("protocol_fields", {}).get("eval_negatives", 99)) + 1
         (self.out / "figures").mkdir(exist_ok=True)
         try:
             convergence = figures.convergence(self._lines, leaky, title, summary.get("best_round"), candidates)
