@@ -118,7 +118,9 @@ def oracle(recipe: FedEM, parts: Split, start: dict[str, Tensor]) -> tuple[list[
             clients[u].train_locally(item, label, shuffles, tables.get(u), recipe)
         picked = Draw(SEED, round_).subset("aggregated", len(cohort), max(1, int(len(cohort) * recipe.agg_ratio))).numpy()
         uploaded = [clients[u].items.weight.detach() for u in cohort[picked]]
-        tables = dict(zip(cohort[picked].tolist(), mixtures(uploaded, samples.counts[picked], recipe.alpha), strict=True))
+        for u in cohort.tolist():
+            tables.pop(u, None)  # it has come for its table; the others' tables wait
+        tables |= dict(zip(cohort[picked].tolist(), mixtures(uploaded, samples.counts[picked], recipe.alpha), strict=True))
     return clients, tables
 
 
@@ -154,6 +156,17 @@ def test_equals_the_engine(recipe: FedEM, protocol: str, kernel: str) -> None:
     assert set((slot >= 0).nonzero()[:, 0].tolist()) == tables.keys()
     for u, table in tables.items():
         close(federation.server["tables"][slot[u]], table)
+
+
+def test_a_table_waits_for_its_client() -> None:
+    """With a queue a client comes back only after all others; what the server mixed for it must still be there."""
+    parts = small_split()
+    federation = Federation.start(replace(FedEM(**SMALL), clients_per_round=parts.clients // 2, sampling="queue"), parts, SEED)
+    federation.next_round()
+    federation.next_round()
+    assert federation.bytes_down == 0 and (federation.server["slot"] >= 0).sum() == 2 * (parts.clients // 2)
+    federation.next_round()
+    assert federation.bytes_down == parts.clients // 2 * parts.items * federation.algorithm.dim * 4
 
 
 def after(recipe: FedEM, rounds: int = 3) -> dict[str, float]:

@@ -71,13 +71,23 @@ def test_the_folder_alone_suffices(tmp_path: Path) -> None:
     ranks = pd.read_parquet(tmp_path / "r" / "per_client.parquet")
     assert len(ranks) == summary["clients"] and (ranks["rank_test"] <= 10).mean() == pytest.approx(summary["test"]["hr_10"])
     config = json.loads((tmp_path / "r" / "config.json").read_text())
-    assert (config["algo"], config["dim"], config["users"], config["split"]) == ("fedmf", 8, 60, "time")
+    assert (config["algo"], config["dim"], config["users"], config["split"]) == ("fedmf", 8, 60, "auto")
+    assert summary["protocol_fields"]["split"] == "time" and not {"out", "resume"} & config.keys()
 
 
 def test_the_folders_config_repeats_the_run(tmp_path: Path) -> None:
     first = carry_out(FEDEM, tmp_path / "a")
     again = run.run(resolve(["--config", str(tmp_path / "a" / "config.json"), "--out", str(tmp_path / "b")]))
     assert result(again) == result(first)
+
+
+def test_an_interrupted_run_goes_on_from_its_own_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = carry_out(FEDMF, tmp_path / "a")
+    with monkeypatch.context() as patch:
+        interrupting(patch, when=2)
+        assert cli.main([*FEDMF.split(), "--out", str(tmp_path / "r")]) == 130
+    again = run.run(resolve(["--config", str(tmp_path / "r" / "config.json"), "--resume", str(tmp_path / "r")]))
+    assert result(again) == result(expected)
 
 
 @pytest.mark.parametrize("words", [FEDMF, FEDEM])
@@ -226,9 +236,11 @@ def test_resume_refuses_another_configuration(tmp_path: Path, monkeypatch: pytes
     with monkeypatch.context() as patch:
         interrupting(patch, when=2)
         assert cli.main([*FEDMF.split(), "--out", str(tmp_path / "r")]) == 130
+    before = {name: (tmp_path / "r" / name).read_text() for name in ("config.json", "env.json", "metrics.jsonl", "log.txt")}
     for words, says in (("--seed 1", "another config"), ("--interactions 13", "another config")):
         assert cli.main([*FEDMF.split(), *words.split(), "--resume", str(tmp_path / "r")]) == 2
         assert says in capsys.readouterr().err
+    assert {name: (tmp_path / "r" / name).read_text() for name in before} == before
     (tmp_path / "empty").mkdir()
     assert cli.main([*FEDMF.split(), "--resume", str(tmp_path / "empty")]) == 2
     assert "no checkpoint there" in capsys.readouterr().err
