@@ -25,6 +25,7 @@ from fedbench.algorithm import Answer, Batch, Phase, Tensors, World, bce
 from fedbench.draw import Draw
 from fedbench.engine import Uploads
 from fedbench.errors import UsageError
+from fedbench.fused import NeuMFBCE
 from fedbench.merge import init_mlp, mlp
 from fedbench.registry import register
 from fedbench.server import SharedModel
@@ -101,6 +102,9 @@ class FedAvgNCF(SharedModel):
 
     def loss(self, held: Tensors, sent: Tensors, batch: Batch) -> Tensor:
         return bce(self.logits(held, held["items"][batch.items]), batch)
+
+    def fused(self, sent: bool) -> NeuMFBCE:
+        return NeuMFBCE(self.lr, layers=self.layers, weight_decay=self.weight_decay, clip=self.clip)
 
     def upload(self, held: Tensors, sent: Tensors, samples: Tensor) -> Tensors:
         names = ("items", "mlp", "head", *(["user"] if self.share_users else []))
