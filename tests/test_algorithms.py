@@ -201,7 +201,7 @@ class AlgorithmTests:
             federation.next_round()
             federation.next_round()
         run.save(tmp_path, stopped, Best(), config)
-        run.restore(tmp_path, fresh, Best(), config)
+        run.restore(tmp_path, fresh, Best())
         expected, found = steady.next_round(), fresh.next_round()
         assert fresh.round == 3 and (fresh.visits == steady.visits).all()
         assert (fresh.bytes_up, fresh.bytes_down) == (steady.bytes_up, steady.bytes_down)
