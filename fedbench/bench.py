@@ -117,7 +117,7 @@ def full_round(federation: Federation, dtype: torch.dtype) -> dict[str, float]:
     return dict(zip(("sample", "train", "aggregate", "evaluate", "full ranking"), map(float, best), strict=True))
 
 
-@njit(fastmath=fused.FAST, cache=True)
+@njit(fastmath=fused.FAST, error_model=fused.DIVIDE, cache=True)
 def _adam_loop(param: np.ndarray, grad: np.ndarray, first: np.ndarray, second: np.ndarray, steps: int, tiny: float) -> None:
     for step in range(steps):
         fused._adam(param, grad, first, second, step + 1, 0.1, tiny)

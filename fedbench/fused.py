@@ -20,6 +20,8 @@ BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 """Adam's constants, as in torch.optim.Adam"""
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 """sums may be reordered, as vector instructions need; infinities and NaN keep their meaning"""
+DIVIDE = "numpy"
+"""no check for a zero divisor: it would keep every loop that divides from being vectorised"""
 TINY = {4: 1e-17, 8: 1e-150}
 """by bytes a number: a slope below this is 0, for its square would be subnormal and a hundred times slower to compute with"""
 FORGET = (160, 360)
@@ -62,7 +64,7 @@ class NeuMFBCE(DotBCE):
     clip: float = 0.0
 
 
-@njit(inline="always", fastmath=FAST)
+@njit(inline="always", fastmath=FAST, error_model=DIVIDE)
 def _adam(param: np.ndarray, grad: np.ndarray, first: np.ndarray, second: np.ndarray, step: int, lr: float, tiny: float) -> None:
     """One Adam step over flat arrays, in place. Constants take the arrays' type: a float64 among them would halve the speed."""
     kind = param.dtype.type
@@ -77,14 +79,14 @@ def _adam(param: np.ndarray, grad: np.ndarray, first: np.ndarray, second: np.nda
         param[i] -= rate * first[i] / (np.sqrt(second[i]) * root + eps)
 
 
-@njit(inline="always", fastmath=FAST)
+@njit(inline="always", fastmath=FAST, error_model=DIVIDE)
 def _tail(x: float, one: float, tiny: float) -> tuple[float, float]:
     """exp(-|x|) and sigmoid(x), neither below tiny."""
     tail = max(np.exp(-abs(x)), tiny)
     return tail, (one if x > 0 else tail) / (one + tail)
 
 
-@njit(inline="always", fastmath=FAST)
+@njit(inline="always", fastmath=FAST, error_model=DIVIDE)
 def _bce(logit: float, label: float, one: float, tiny: float) -> tuple[float, float, float]:
     """Binary cross-entropy of one logit, with the label as a sign (see fedbench.algorithm.bce): a + log(b), and its slope."""
     sign = label + label - one
@@ -92,14 +94,14 @@ def _bce(logit: float, label: float, one: float, tiny: float) -> tuple[float, fl
     return max(-sign * logit, one - one), 1.0 + tail, -sign * wrong
 
 
-@njit(inline="always", fastmath=FAST)
+@njit(inline="always", fastmath=FAST, error_model=DIVIDE)
 def _settled(total: float, seen: int, before: float, tolerance: float, epoch: int) -> tuple[float, bool]:
     """Running mean loss, and whether it hardly changed since the epoch before."""
     mean = total / seen
     return mean, epoch > 0 and abs(mean - before) / abs(before + 1e-5) < tolerance
 
 
-@njit(parallel=True, nogil=True, fastmath=FAST, cache=True)
+@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
 def train_dot(
     stream: np.ndarray,
     local: np.ndarray,
@@ -166,7 +168,7 @@ def train_dot(
         steps[c] = step
 
 
-@njit(fastmath=FAST)
+@njit(fastmath=FAST, error_model=DIVIDE)
 def _add_products(out: np.ndarray, values: np.ndarray, first: int, weights: np.ndarray, at: int, stride: int, count: int, n: int) -> None:
     """out[s] += sum over k < count of weights[at + k·stride] · values[first + k, s]; eight or four k at a time."""
     k = 0
@@ -194,7 +196,7 @@ def _add_products(out: np.ndarray, values: np.ndarray, first: int, weights: np.n
         k += 1
 
 
-@njit(fastmath=FAST)
+@njit(fastmath=FAST, error_model=DIVIDE)
 def _forward(weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, n: int, squash: bool, tiny: float) -> None:
     """acts [sum(sizes), B], features by samples: fill every layer after the input; ReLU inside, sigmoid (squash) or ReLU at the end."""
     one, zero = weights.dtype.type(1), weights.dtype.type(0)
@@ -220,7 +222,7 @@ def _forward(weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, n: int, s
         at = bias + fan_out
 
 
-@njit(fastmath=FAST)
+@njit(fastmath=FAST, error_model=DIVIDE)
 def _weight_gradient(up: np.ndarray, acts: np.ndarray, source: int, fan_in: int, grad: np.ndarray, at: int, n: int, zero: float) -> None:
     """grad[at + i] = sum over samples of up · acts[source + i]; four i at a time."""
     i = 0
@@ -242,7 +244,7 @@ def _weight_gradient(up: np.ndarray, acts: np.ndarray, source: int, fan_in: int,
         i += 1
 
 
-@njit(fastmath=FAST)
+@njit(fastmath=FAST, error_model=DIVIDE)
 def _backward(
     weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, delta: np.ndarray, grad: np.ndarray, n: int, of_weights: bool, of_input: bool
 ) -> None:
@@ -279,7 +281,7 @@ def _backward(
         end = at
 
 
-@njit(parallel=True, nogil=True, fastmath=FAST, cache=True)
+@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
 def train_elastic(
     stream: np.ndarray,
     local: np.ndarray,
@@ -385,7 +387,7 @@ def train_elastic(
         steps[c] = step
 
 
-@njit(inline="always", fastmath=FAST)
+@njit(inline="always", fastmath=FAST, error_model=DIVIDE)
 def _adamw(
     param: np.ndarray,
     grad: np.ndarray,
@@ -409,7 +411,7 @@ def _adamw(
         param[i] = decay * param[i] - rate * first[i] / (np.sqrt(second[i]) * root + eps)
 
 
-@njit(fastmath=FAST)
+@njit(fastmath=FAST, error_model=DIVIDE)
 def _catch_up(
     param: np.ndarray,
     first: np.ndarray,
@@ -460,7 +462,7 @@ def _catch_up(
         second[i] *= second_left
 
 
-@njit(parallel=True, fastmath=FAST, cache=True)
+@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
 def train_neumf(
     stream: np.ndarray,
     local: np.ndarray,
