@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numba import njit, prange
@@ -20,7 +20,7 @@ BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 """Adam's constants, as in torch.optim.Adam"""
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 """sums may be reordered, as vector instructions need; infinities and NaN keep their meaning"""
-DIVIDE = "numpy"
+DIVIDE: Final = "numpy"
 """no check for a zero divisor: it would keep every loop that divides from being vectorised"""
 TINY = {4: 1e-17, 8: 1e-150}
 """by bytes a number: a slope below this is 0, for its square would be subnormal and a hundred times slower to compute with"""
