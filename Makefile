@@ -9,7 +9,7 @@ run: setup
 	$(PY) train.py --algo fedem --dataset filmtrust --alpha 0.9
 
 test: setup lint
-	$(PY) -m pytest
+	$(PY) -m pytest -n auto
 
 lint: setup
 	$(PY) -m ruff check .

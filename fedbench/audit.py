@@ -12,7 +12,8 @@ import numpy as np
 from fedbench import config
 from fedbench.errors import UsageError
 from fedbench.evaluate import ranking_metrics
-from fedbench.run import Federation, prepare
+from fedbench.federation import Federation
+from fedbench.run import prepare
 from fedbench.split import Split, sample_round
 from fedbench.tracking import setup_logging
 

@@ -12,7 +12,8 @@ from numba import njit
 from fedbench import config, fused
 from fedbench.draw import Draw
 from fedbench.errors import FedbenchError
-from fedbench.run import Federation, check_cohort, choose_device, prepare, set_threads
+from fedbench.federation import Federation
+from fedbench.run import check_cohort, choose_device, prepare, set_threads
 from fedbench.split import cohort_of, sample_round
 from fedbench.tracking import setup_logging
 

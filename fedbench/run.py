@@ -5,112 +5,35 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import resource
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numba
-import numpy as np
-import pandas as pd
 import torch
 from tqdm import tqdm
 
 from fedbench import checkpoint, registry
-from fedbench.algorithm import Algorithm, Tensors, World
+from fedbench.algorithm import Algorithm, World
 from fedbench.config import RunConfig
 from fedbench.data import Interactions
-from fedbench.draw import Draw
-from fedbench.engine import Engine, Round, Uploads
-from fedbench.errors import FedbenchError, UsageError
-from fedbench.evaluate import Evaluator, chance_metrics, popularity_ranks, ranking_metrics, spread
+from fedbench.errors import UsageError
+from fedbench.evaluate import ranking_metrics
+from fedbench.federation import Federation
 from fedbench.protocol import Protocol
-from fedbench.split import Split, cohort_of, sample_round, split
-from fedbench.store import ClientStore
+from fedbench.results import Best, final_table, per_client, summarise
+from fedbench.split import Split, split
 from fedbench.tracking import RunLog, setup_logging
 
 log = logging.getLogger("fedbench")
 
 SELECT = {"val": ("val", "ndcg_10"), "test": ("test", "hr_10")}
 """the metric that chooses the reported round"""
-
-
-@dataclass
-class Federation:
-    """A federation under way: everything that changes from round to round."""
-
-    algorithm: Algorithm
-    split: Split
-    engine: Engine
-    server: Tensors
-    store: ClientStore
-    evaluator: Evaluator
-    seed: int
-    round: int = 0
-    visits: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    bytes_up: int = 0
-    bytes_down: int = 0
-    channel: tuple[Callable[[Uploads], Uploads], ...] = ()
-    """what happens to the uploads on their way to the server, in order, after their bytes are counted"""
-
-    @classmethod
-    def start(
-        cls, algorithm: Algorithm, split: Split, seed: int, device: str = "cpu", dtype: torch.dtype = torch.float32, **engine: Any
-    ) -> Federation:
-        """Round 0: the server and all clients initialised."""
-        world = World(split.clients, split.items)
-        draw = Draw(seed, 0, None, dtype, device)
-        return cls(
-            algorithm,
-            split,
-            Engine(algorithm, world, seed, device, dtype, **engine),
-            algorithm.init_server(world, draw),
-            ClientStore(algorithm, world, draw),
-            Evaluator(algorithm, split, device),
-            seed,
-            visits=np.zeros(split.clients, np.int64),
-        )
-
-    def next_round(self) -> Round:
-        """One communication round."""
-        self.round += 1
-        a, engine = self.algorithm, self.engine
-        cohort = cohort_of(self.round, self.split.clients, a.clients_per_round or self.split.clients, a.sampling, self.seed)
-        samples = sample_round(self.split, cohort, a.negatives, self.seed, self.round)
-        result = engine.run_cohort(self.server, self.store, samples, self.round)
-        if not torch.isfinite(result.loss).all():
-            raise FedbenchError(f"the training loss is not finite in round {self.round}: training diverged; lower the learning rate")
-        self.bytes_up += result.uploads.bytes()
-        uploads = result.uploads
-        for hop in self.channel:
-            uploads = hop(uploads)
-        self.server = a.aggregate(self.server, uploads, Draw(self.seed, self.round, None, engine.dtype, engine.device))
-        self.visits[cohort] += 1
-        self.bytes_down += result.bytes_down
-        return result
-
-    def sampled_ranks(self) -> dict[str, np.ndarray]:
-        return self.evaluator.sampled_ranks(self.store, self.algorithm.answer(self.server))
-
-    def full_ranks(self) -> dict[str, np.ndarray]:
-        return self.evaluator.full_ranks(self.store, self.algorithm.answer(self.server))
-
-
-@dataclass
-class Best:
-    """The reported round so far: its score on the selection metric and every client's ranks in it."""
-
-    round: int = 0
-    score: float = -1.0
-    ranks: dict[str, np.ndarray] = field(default_factory=dict)
-    """val, test, full_val, full_test: [U] each"""
 
 
 def run(config: RunConfig) -> dict[str, Any]:
@@ -231,111 +154,6 @@ def interrupts_between_rounds() -> Iterator[Callable[[], bool]]:
             signal.signal(signal.SIGINT, before)
 
 
-def summarise(
-    config: RunConfig, dataset: Interactions, federation: Federation, best: Best, seconds: list[float], device: str
-) -> dict[str, Any]:
-    """summary.json"""
-    parts = federation.split
-    metrics = {
-        name: {**ranking_metrics(best.ranks[name]), **ranking_metrics(best.ranks[f"full_{name}"], "full_"), **spread(best.ranks[name])}
-        for name in ("val", "test")
-    }
-    floor = popularity_ranks(parts)
-    popularity = {**ranking_metrics(floor["test"]), **ranking_metrics(floor["full_test"], "full_")}
-    summary = {
-        "algo": config.algo,
-        "dataset": dataset.name,
-        "protocol": parts.protocol.name,
-        "protocol_fields": protocol_fields(parts.protocol),
-        "protocol_fingerprint": parts.fingerprint,
-        "leaky": parts.protocol.leaky,
-        "recipe": config.recipe,
-        "seed": config.seed,
-        "rounds": federation.round,
-        "best_round": best.round,
-        **metrics,
-        "popularity": popularity,
-        "chance": chance_metrics(parts),
-        "beats_popularity": metrics["test"]["ndcg_10"] > popularity["ndcg_10"],
-        "clients": parts.clients,
-        "items": parts.items,
-        "bytes_up": federation.bytes_up,
-        "bytes_down": federation.bytes_down,
-        "client_visits": int(federation.visits.sum()),
-        "clients_never_seen": int((federation.visits == 0).sum()),
-        "seconds_per_round": float(np.median(seconds)) if seconds else 0.0,
-        "peak_rss_mb": peak_rss_mb(),
-        "device": device,
-    }
-    return summary | {"notes": notes(summary, parts)}
-
-
-def notes(summary: dict[str, Any], parts: Split) -> list[str]:
-    """What must be said beside the numbers, in words."""
-    said = []
-    if parts.protocol.leaky:
-        why = []
-        if parts.protocol.train_negatives == "leaky":
-            why.append("held-out items are never drawn as training negatives")
-        if parts.protocol.select_on == "test":
-            why.append("the round is chosen on test")
-        said.append(f"LEAKY: {' and '.join(why)}; these numbers are inflated (see docs/protocol.md)")
-    mine, floor = summary["test"], summary["popularity"]
-    if all(mine[key] == value for key, value in floor.items()):
-        return said
-    figures = f"HR@10 {mine['hr_10']:.4f} against {floor['hr_10']:.4f}, NDCG@10 {mine['ndcg_10']:.4f} against {floor['ndcg_10']:.4f}"
-    if not summary["beats_popularity"]:
-        said.append(f"{summary['algo']} does NOT beat popularity: {figures}")
-    elif mine["hr_10"] <= floor["hr_10"]:
-        said.append(f"{summary['algo']} beats popularity on NDCG@10 but not on HR@10: {figures}")
-    return said
-
-
-def final_table(summary: dict[str, Any], parts: Split) -> str:
-    """The result beside popularity and chance, and what must be said about it."""
-    columns = ("hr_10", "ndcg_10", "mrr", "full_hr_10", "full_ndcg_10")
-    rows = [(summary["algo"], summary["test"]), ("popularity", summary["popularity"]), ("random (exact)", summary["chance"])]
-    width = max(len(name) for name, _ in rows) + 2
-    protocol = f"{summary['protocol']}{' LEAKY' if summary['leaky'] else ''}"
-    head = f"{summary['dataset']}, protocol {protocol} [{summary['protocol_fingerprint']}]"
-    head += f", test at round {summary['best_round']} of {summary['rounds']}"
-    lines = ["", f"{head} (chosen on {parts.protocol.select_on}), {parts.clients:,} clients, {parts.items:,} items"]
-    lines.append(" " * width + "".join(f"{name.replace('_10', '@10').replace('_', ' ').upper():>14}" for name in columns))
-    for name, metrics in rows:
-        lines.append(f"{name:<{width}}" + "".join(f"{metrics[column]:>14.4f}" for column in columns))
-    lines.append(f"{summary['seconds_per_round']:.2f} s a round, {human(summary['bytes_up'])} up, {human(summary['bytes_down'])} down, "
-                 f"{summary['client_visits']:,} client visits")  # fmt: skip
-    return "\n".join([*lines, *(f"! {note}" for note in summary["notes"])])
-
-
-def human(size: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
-def per_client(parts: Split, ranks: dict[str, np.ndarray]) -> pd.DataFrame:
-    """One row a client: its name in the source, how much it trained on, the ranks of its held-out items."""
-    return pd.DataFrame(
-        {
-            "user": parts.user_ids.astype(str),
-            "train_items": parts.train_counts,
-            "rank_val": ranks["val"],
-            "rank_test": ranks["test"],
-            "full_rank_val": ranks["full_val"],
-            "full_rank_test": ranks["full_test"],
-        }
-    )
-
-
-def protocol_fields(protocol: Protocol) -> dict[str, Any]:
-    """The resolved protocol, as flags name it."""
-    fields = dataclasses.asdict(protocol)
-    return {"protocol": fields.pop("name"), **fields}
-
-
 def check_cohort(algorithm: Algorithm, parts: Split) -> None:
     n = algorithm.clients_per_round
     if n is not None and n > parts.clients:
@@ -403,12 +221,6 @@ def describe(dataset: Interactions, parts: Split, config: RunConfig, device: str
     if config.compile and config.kernel == "auto" and device == "cpu":
         log.info("--compile concerns the generic path; where a fused kernel fits it runs instead (--kernel off takes the generic path)")
     log.info("%s, recipe %s, seed %d, on %s, into %s", config.algo, config.recipe, config.seed, device, out)
-
-
-def peak_rss_mb() -> float:
-    """Largest resident memory of this process so far, in MB."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 1e6 if sys.platform == "darwin" else peak / 1e3
 
 
 def save(out: Path, federation: Federation, best: Best, config: RunConfig) -> None:

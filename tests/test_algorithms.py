@@ -29,7 +29,8 @@ from fedbench.draw import Draw
 from fedbench.engine import Engine, Uploads, sent_whole
 from fedbench.errors import UsageError
 from fedbench.evaluate import ranking_metrics
-from fedbench.run import Best, Federation
+from fedbench.federation import Federation
+from fedbench.results import Best
 from fedbench.split import Samples, cohort_of, sample_round
 from fedbench.store import ClientStore
 from tests import loop_engine

@@ -22,7 +22,7 @@ from fedbench import store as store_file
 from fedbench.algorithm import Algorithm, Answer, Batch, Phase, Tensors, World
 from fedbench.draw import Draw, keys
 from fedbench.engine import Block, Engine, blocks, bytes_down, pack, sent_rows, vmapped
-from fedbench.run import Federation
+from fedbench.federation import Federation
 from fedbench.split import Samples, orders, sample_round
 from fedbench.store import ClientStore
 from tests import loop_engine

@@ -19,8 +19,8 @@ from fedbench import evaluate
 from fedbench.algorithm import Algorithm, Answer
 from fedbench.data import DatasetOptions
 from fedbench.evaluate import KS, chance_metrics, popularity_ranks, ranking_metrics, ranks_among, rating_metrics, spread
+from fedbench.federation import Federation
 from fedbench.protocol import PRESETS, Protocol
-from fedbench.run import Federation
 from fedbench.split import Split, split
 from tests.loop_engine import sent_to
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from algorithms.fedavg_ncf import FedAvgNCF
 from fedbench.algorithm import Tensors
 from fedbench.draw import keys
-from fedbench.run import Federation
+from fedbench.federation import Federation
 from fedbench.split import Samples, Split, cohort_of, orders, sample_round
 from tests.conftest import small_split
 

@@ -19,7 +19,7 @@ from algorithms import fedem as fedem_file
 from algorithms.fedem import FedEM
 from fedbench.draw import Draw, keys
 from fedbench.evaluate import ranking_metrics
-from fedbench.run import Federation
+from fedbench.federation import Federation
 from fedbench.split import Samples, Split, cohort_of, orders, sample_round
 from tests.conftest import small_split
 

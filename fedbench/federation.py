@@ -1,0 +1,79 @@
+"""A federation under way: the server, the clients, and what one round does to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedbench.algorithm import Algorithm, Tensors, World
+from fedbench.draw import Draw
+from fedbench.engine import Engine, Round, Uploads
+from fedbench.errors import FedbenchError
+from fedbench.evaluate import Evaluator
+from fedbench.split import Split, cohort_of, sample_round
+from fedbench.store import ClientStore
+
+
+@dataclass
+class Federation:
+    """A federation under way: everything that changes from round to round."""
+
+    algorithm: Algorithm
+    split: Split
+    engine: Engine
+    server: Tensors
+    store: ClientStore
+    evaluator: Evaluator
+    seed: int
+    round: int = 0
+    visits: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    bytes_up: int = 0
+    bytes_down: int = 0
+    channel: tuple[Callable[[Uploads], Uploads], ...] = ()
+    """what happens to the uploads on their way to the server, in order, after their bytes are counted"""
+
+    @classmethod
+    def start(
+        cls, algorithm: Algorithm, split: Split, seed: int, device: str = "cpu", dtype: torch.dtype = torch.float32, **engine: Any
+    ) -> Federation:
+        """Round 0: the server and all clients initialised."""
+        world = World(split.clients, split.items)
+        draw = Draw(seed, 0, None, dtype, device)
+        return cls(
+            algorithm,
+            split,
+            Engine(algorithm, world, seed, device, dtype, **engine),
+            algorithm.init_server(world, draw),
+            ClientStore(algorithm, world, draw),
+            Evaluator(algorithm, split, device),
+            seed,
+            visits=np.zeros(split.clients, np.int64),
+        )
+
+    def next_round(self) -> Round:
+        """One communication round."""
+        self.round += 1
+        a, engine = self.algorithm, self.engine
+        cohort = cohort_of(self.round, self.split.clients, a.clients_per_round or self.split.clients, a.sampling, self.seed)
+        samples = sample_round(self.split, cohort, a.negatives, self.seed, self.round)
+        result = engine.run_cohort(self.server, self.store, samples, self.round)
+        if not torch.isfinite(result.loss).all():
+            raise FedbenchError(f"the training loss is not finite in round {self.round}: training diverged; lower the learning rate")
+        self.bytes_up += result.uploads.bytes()
+        uploads = result.uploads
+        for hop in self.channel:
+            uploads = hop(uploads)
+        self.server = a.aggregate(self.server, uploads, Draw(self.seed, self.round, None, engine.dtype, engine.device))
+        self.visits[cohort] += 1
+        self.bytes_down += result.bytes_down
+        return result
+
+    def sampled_ranks(self) -> dict[str, np.ndarray]:
+        return self.evaluator.sampled_ranks(self.store, self.algorithm.answer(self.server))
+
+    def full_ranks(self) -> dict[str, np.ndarray]:
+        return self.evaluator.full_ranks(self.store, self.algorithm.answer(self.server))
