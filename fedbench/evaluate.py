@@ -24,15 +24,20 @@ def ranks_among(scores: Tensor) -> Tensor:
     return 1 + (~(scores[:, 1:] < scores[:, :1])).sum(dim=1)
 
 
-def ranking_metrics(rank: np.ndarray, prefix: str = "") -> dict[str, float]:
-    """[U] ranks from 1 -> HR@k and NDCG@k for k = 5, 10, 20, and MRR; one relevant item a client."""
+def client_metrics(rank: np.ndarray) -> dict[str, np.ndarray]:
+    """[U] ranks from 1 -> MRR, and HR@k and NDCG@k for k = 5, 10, 20, of each client; one relevant item a client."""
     rank = np.asarray(rank, np.float64)
     gain = 1 / np.log2(rank + 1)
-    metrics = {f"{prefix}mrr": float((1 / rank).mean())}
+    metrics = {"mrr": 1 / rank}
     for k in KS:
-        metrics[f"{prefix}hr_{k}"] = float((rank <= k).mean())
-        metrics[f"{prefix}ndcg_{k}"] = float(np.where(rank <= k, gain, 0).mean())
+        metrics[f"hr_{k}"] = (rank <= k).astype(np.float64)
+        metrics[f"ndcg_{k}"] = np.where(rank <= k, gain, 0)
     return metrics
+
+
+def ranking_metrics(rank: np.ndarray, prefix: str = "") -> dict[str, float]:
+    """[U] ranks -> the mean over clients of each metric."""
+    return {f"{prefix}{name}": float(values.mean()) for name, values in client_metrics(rank).items()}
 
 
 def spread(rank: np.ndarray) -> dict[str, float]:

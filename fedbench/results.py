@@ -115,7 +115,8 @@ def human(size: float) -> str:
 
 
 def per_client(parts: Split, ranks: dict[str, np.ndarray]) -> pd.DataFrame:
-    """One row a client: its name in the source, how much it trained on, the ranks of its held-out items."""
+    """One row a client: its name in the source, how much it trained on, the ranks of its held-out items, and popularity's for test."""
+    floor = popularity_ranks(parts)
     return pd.DataFrame(
         {
             "user": parts.user_ids.astype(str),
@@ -124,6 +125,8 @@ def per_client(parts: Split, ranks: dict[str, np.ndarray]) -> pd.DataFrame:
             "rank_test": ranks["test"],
             "full_rank_val": ranks["full_val"],
             "full_rank_test": ranks["full_test"],
+            "rank_popularity": floor["test"],
+            "full_rank_popularity": floor["full_test"],
         }
     )
 

@@ -70,6 +70,8 @@ def test_the_folder_alone_suffices(tmp_path: Path) -> None:
     assert best["test/hr_10"] == summary["test"]["hr_10"] and best["val/ndcg_10"] == max(line["val/ndcg_10"] for line in lines)
     ranks = pd.read_parquet(tmp_path / "r" / "per_client.parquet")
     assert len(ranks) == summary["clients"] and (ranks["rank_test"] <= 10).mean() == pytest.approx(summary["test"]["hr_10"])
+    assert (ranks["rank_popularity"] <= 10).mean() == pytest.approx(summary["popularity"]["hr_10"])
+    assert (ranks["full_rank_popularity"] <= 10).mean() == pytest.approx(summary["popularity"]["full_hr_10"])
     config = json.loads((tmp_path / "r" / "config.json").read_text())
     assert (config["algo"], config["dim"], config["users"], config["split"]) == ("fedmf", 8, 60, "auto")
     assert summary["protocol_fields"]["split"] == "time" and not {"out", "resume"} & config.keys()
