@@ -84,10 +84,15 @@ def over_seeds(summaries: Sequence[dict[str, Any]]) -> str:
     leaky = " LEAKY" if any(summary.get("leaky") for summary in summaries) else ""
     seeds = ", ".join(str(summary["seed"]) for summary in summaries)
     lines = [f"{first['algo']} on {first['dataset']}, protocol {first['protocol']}{leaky}, test over seeds {seeds}:"]
-    for name in first["test"]:
-        values = [summary["test"].get(name) for summary in summaries]
-        if all(isinstance(value, int | float) for value in values):
-            lines.append(f"  {name:<16} {statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}")
+    tests = {"": [summary["test"] for summary in summaries]}
+    if all("refit" in summary for summary in summaries):
+        tests["refit "] = [summary["refit"]["test"] for summary in summaries]
+    width = 16 + max(map(len, tests))
+    for prefix, metrics in tests.items():
+        for name in metrics[0]:
+            values = [each.get(name) for each in metrics]
+            if all(isinstance(value, int | float) for value in values):
+                lines.append(f"  {prefix + name:<{width}} {statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}")
     return "\n".join(lines)
 
 

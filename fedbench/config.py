@@ -60,6 +60,8 @@ class RunConfig:
     """the algorithm's switches: clean, or published (its paper's own); follows --protocol if not given"""
     seed: int = 0
     """seed of everything but the split"""
+    refit: bool = False
+    """train once more for the chosen number of rounds with the validation items in training; reported beside the strict result"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps"""
     dtype: str = "float32"
@@ -310,6 +312,8 @@ def _check(config: RunConfig) -> None:
         raise UsageError(f"--out {config.out}: is a file; name a folder")
     if config.resume not in ("auto", "never") and not os.path.isdir(config.resume):
         raise UsageError(f"--resume must be auto, never or the folder of a run; there is no folder {config.resume!r}")
+    if config.refit and config.protocol.select_on == "test":
+        raise UsageError("--refit trains for the rounds that validation chose, but --select-on test chooses on test; drop one of them")
     for key in SYNTHETIC:
         if config.dataset != "synthetic" and getattr(config.data, key) != getattr(DatasetOptions, key):
             raise UsageError(f"--{key.replace('_', '-')} is for --dataset synthetic; {config.dataset} would ignore it")
@@ -348,7 +352,7 @@ def flag_groups(cls: type[Algorithm] | None) -> dict[str, list[Flag]]:
     shared = {field.name for field in dataclasses.fields(Algorithm)}
     trained = _flags(cls or Algorithm, (cls or Algorithm).choices)
     groups = {
-        "run": [run[key] for key in ("algo", "dataset", "protocol", "recipe", "seed")] + [seeds],
+        "run": [run[key] for key in ("algo", "dataset", "protocol", "recipe", "seed")] + [seeds, run["refit"]],
         "training": [flag for flag in trained if flag.key in shared],
     }
     if cls is not None:

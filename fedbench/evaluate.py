@@ -132,7 +132,7 @@ class Evaluator:
                 at_least = ~(scores < scores.gather(1, target[:, None]))
                 count = at_least.sum(dim=1)
                 count.index_add_(0, row, -at_least[row, item].to(count.dtype))
-                if position == 1:
+                if position == 1 and not split.refit:
                     count -= at_least.gather(1, val[:, None])[:, 0].to(count.dtype)
                 out[position, where] = count.cpu().numpy()
         return {"val": out[0], "test": out[1]}

@@ -68,6 +68,14 @@ def summarise(
     return summary | {"notes": notes(summary, parts)}
 
 
+def refit_summary(rounds: int, ranks: dict[str, np.ndarray]) -> dict[str, Any]:
+    """What summary.json says of the refit: test alone, for nothing was chosen there."""
+    return {
+        "rounds": rounds,
+        "test": {**ranking_metrics(ranks["test"]), **ranking_metrics(ranks["full_test"], "full_"), **spread(ranks["test"])},
+    }
+
+
 def notes(summary: dict[str, Any], parts: Split) -> list[str]:
     """What must be said beside the numbers, in words."""
     said = []
@@ -92,7 +100,10 @@ def notes(summary: dict[str, Any], parts: Split) -> list[str]:
 def final_table(summary: dict[str, Any], parts: Split) -> str:
     """The result beside popularity and chance, and what must be said about it."""
     columns = ("hr_10", "ndcg_10", "mrr", "full_hr_10", "full_ndcg_10")
-    rows = [(summary["algo"], summary["test"]), ("popularity", summary["popularity"]), ("random (exact)", summary["chance"])]
+    rows = [(summary["algo"], summary["test"])]
+    if "refit" in summary:
+        rows.append((f"{summary['algo']} refit", summary["refit"]["test"]))
+    rows += [("popularity", summary["popularity"]), ("random (exact)", summary["chance"])]
     width = max(len(name) for name, _ in rows) + 2
     protocol = f"{summary['protocol']}{' LEAKY' if summary['leaky'] else ''}"
     head = f"{summary['dataset']}, protocol {protocol} [{summary['protocol_fingerprint']}]"
@@ -114,7 +125,7 @@ def human(size: float) -> str:
     return f"{size:.1f} TB"
 
 
-def per_client(parts: Split, ranks: dict[str, np.ndarray]) -> pd.DataFrame:
+def per_client(parts: Split, ranks: dict[str, np.ndarray], refit: dict[str, np.ndarray] | None = None) -> pd.DataFrame:
     """One row a client: its name in the source, how much it trained on, the ranks of its held-out items, and popularity's for test."""
     floor = popularity_ranks(parts)
     return pd.DataFrame(
@@ -127,6 +138,7 @@ def per_client(parts: Split, ranks: dict[str, np.ndarray]) -> pd.DataFrame:
             "full_rank_test": ranks["full_test"],
             "rank_popularity": floor["test"],
             "full_rank_popularity": floor["full_test"],
+            **({"refit_rank_test": refit["test"], "refit_full_rank_test": refit["full_test"]} if refit else {}),
         }
     )
 

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import numba
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -26,9 +27,9 @@ from fedbench.errors import UsageError
 from fedbench.evaluate import ranking_metrics
 from fedbench.federation import Federation
 from fedbench.protocol import Protocol
-from fedbench.results import Best, final_table, per_client, summarise
+from fedbench.results import Best, final_table, peak_rss_mb, per_client, refit_summary, summarise
 from fedbench.split import Split, split
-from fedbench.tracking import RunLog, setup_logging
+from fedbench.tracking import RunLog, read_metrics, setup_logging
 
 log = logging.getLogger("fedbench")
 
@@ -67,16 +68,22 @@ def run(config: RunConfig) -> dict[str, Any]:
     try:
         describe(dataset, parts, config, device, out)
         dtype = torch.float64 if config.dtype == "float64" else torch.float32
-        federation = Federation.start(
-            algorithm, parts, config.seed, device, dtype, kernel=config.kernel, block_rows=config.block_rows, compile=config.compile
-        )
+        how: dict[str, Any] = {"kernel": config.kernel, "block_rows": config.block_rows, "compile": config.compile}
+        federation = Federation.start(algorithm, parts, config.seed, device, dtype, **how)
         best = Best()
         if resume:
             restore(out, federation, best)
-        seconds = train(federation, best, run_log, config, out)
+        train(federation, best, run_log, config, out)
+        seconds = [line["seconds"] for line in read_metrics(out / "metrics.jsonl")]
         summary = summarise(config, dataset, federation, best, seconds, device)
         save(out, federation, best, config)
-        run_log.finish(summary, per_client(parts, best.ranks))
+        refitted = None
+        if config.refit:
+            del federation  # two of them need not fit in memory
+            federation = Federation.start(algorithm, parts.with_validation_in_training(), config.seed, device, dtype, **how)
+            refitted = refit(federation, best.round, run_log, config, out)
+            summary |= {"refit": refit_summary(best.round, refitted), "peak_rss_mb": peak_rss_mb()}
+        run_log.finish(summary, per_client(parts, best.ranks, refitted))
     except KeyboardInterrupt:
         run_log.end("KILLED")
         raise
@@ -97,9 +104,9 @@ def prepare(name: str, protocol: Protocol, options: Any) -> tuple[Split, Interac
     return split(data, protocol), data
 
 
-def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig, out: Path) -> list[float]:
-    """All rounds that are left; returns the seconds of each."""
-    rounds, seconds = federation.algorithm.rounds, []
+def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig, out: Path) -> None:
+    """All rounds that are left."""
+    rounds = federation.algorithm.rounds
     which, metric = SELECT[federation.split.protocol.select_on]
     bar = tqdm(total=rounds, initial=federation.round, desc=config.algo, unit="round", disable=config.quiet, dynamic_ncols=True)
     with bar, interrupts_between_rounds() as interrupted:
@@ -123,14 +130,33 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
             line["seconds"] = time.perf_counter() - started
             line |= {"bytes_up": federation.bytes_up, "bytes_down": federation.bytes_down}
             line |= {"client_visits": int(federation.visits.sum())}
-            seconds.append(line["seconds"])
             run_log.round(line)
             bar.update()
             if interrupted():
                 log.warning("interrupted after round %d; go on with --resume %s", federation.round, out)
                 save(out, federation, best, config)
                 raise KeyboardInterrupt
-    return seconds
+
+
+def refit(federation: Federation, rounds: int, run_log: RunLog, config: RunConfig, out: Path) -> dict[str, np.ndarray]:
+    """From scratch for the chosen number of rounds; returns test and full_test [U], looked at once, at the end.
+
+    The algorithm is as it was, so a schedule over all its rounds takes the course that led to the choice, and stops there.
+    """
+    bar = tqdm(total=rounds, desc=f"{config.algo} refit", unit="round", disable=config.quiet, dynamic_ncols=True)
+    with bar, interrupts_between_rounds() as interrupted:
+        while federation.round < rounds:
+            started = time.perf_counter()
+            result = federation.next_round()
+            line: dict[str, float] = {"round": federation.round}
+            if result.updates:
+                line["loss"] = float(result.loss.mean())
+            run_log.refit_round({**line, "seconds": time.perf_counter() - started})
+            bar.update()
+            if interrupted():
+                log.warning("interrupted in round %d of the refit; --resume %s begins the refit again", federation.round, out)
+                raise KeyboardInterrupt
+    return {"test": federation.sampled_ranks()["test"], "full_test": federation.full_ranks()["test"]}
 
 
 @contextmanager

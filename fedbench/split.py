@@ -34,6 +34,7 @@ class Split:
     seen_ptr: np.ndarray
     seen_item: np.ndarray
     val_item: np.ndarray
+    val_rating: np.ndarray
     test_item: np.ndarray
     val_candidates: np.ndarray
     """[U, K] items ranked beside the validation item"""
@@ -41,6 +42,8 @@ class Split:
     user_ids: np.ndarray
     """[U] what the source calls a client"""
     item_ids: np.ndarray
+    refit: bool = False
+    """validation items are training items: nothing may be chosen on them any more"""
 
     @property
     def clients(self) -> int:
@@ -53,6 +56,20 @@ class Split:
     def chance(self, k: int = 10) -> float:
         """HR@k of a ranking that knows nothing, among the sampled candidates."""
         return min(1.0, k / (self.test_candidates.shape[1] + 1))
+
+    def with_validation_in_training(self) -> Split:
+        """The split of a refit: each client trains on its validation item too. Test items and candidates stay as they are."""
+        everyone = np.arange(self.clients)
+        user = np.concatenate([np.repeat(everyone, self.train_counts), everyone])
+        item = np.concatenate([self.train_item, self.val_item])
+        order = np.lexsort((item, user))
+        return replace(
+            self,
+            train_ptr=_from_counts(self.train_counts + 1),
+            train_item=item[order],
+            train_rating=np.concatenate([self.train_rating, self.val_rating])[order],
+            refit=True,
+        )
 
 
 @njit(cache=True)
@@ -117,7 +134,6 @@ def split(data: Interactions, protocol: Protocol) -> Split:
     is_test, is_val = np.zeros(len(user), bool), np.zeros(len(user), bool)
     is_test[seen_ptr[1:] - 1] = True
     is_val[seen_ptr[1:] - 2] = True
-    val_item, test_item = item[is_val], item[is_test]
     train = ~(is_val | is_test)
     by_item = np.lexsort((item, user))
     seen_item, train_sorted = item[by_item], train[by_item]
@@ -132,8 +148,9 @@ def split(data: Interactions, protocol: Protocol) -> Split:
         train_rating=rating[by_item][train_sorted].astype(np.float32),
         seen_ptr=seen_ptr,
         seen_item=seen_item,
-        val_item=val_item,
-        test_item=test_item,
+        val_item=item[is_val],
+        val_rating=rating[is_val].astype(np.float32),
+        test_item=item[is_test],
         val_candidates=val_candidates,
         test_candidates=test_candidates,
         user_ids=data.user_ids[user_codes],

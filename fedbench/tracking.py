@@ -131,6 +131,16 @@ class RunLog:
             self._mirror.add(line)
         self.tracking_seconds += time.perf_counter() - started
 
+    def refit_round(self, metrics: dict[str, float]) -> None:
+        """One line of refit.jsonl; in MLflow the same names under refit/."""
+        started = time.perf_counter()
+        line = plain(metrics)
+        with (self.out / "refit.jsonl").open("w" if line["round"] == 1 else "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        if self._mirror:
+            self._mirror.add({"round": line["round"], **{f"refit/{key}": value for key, value in line.items() if key != "round"}})
+        self.tracking_seconds += time.perf_counter() - started
+
     def finish(self, summary: dict[str, Any], per_client: pd.DataFrame) -> None:
         """Write per_client.parquet, the figures and, last and atomically, summary.json; then complete the MLflow run."""
         if self._metrics is None:
@@ -420,12 +430,13 @@ def params_of(config: dict[str, Any]) -> dict[str, str]:
 
 
 def final_metrics(summary: dict[str, Any]) -> dict[str, float]:
-    """The summary's numbers by MLflow name: best/val/..., best/test/..., and summary/... for all else."""
+    """The summary's numbers by MLflow name: best/val/..., best/test/..., refit/test/..., and summary/... for all else."""
     metrics: dict[str, float] = {}
     for key, value in flat(summary).items():
         name = key.replace(".", "/")
         if isinstance(value, int | float) and not isinstance(value, bool):
-            metrics[f"best/{name}" if name.startswith(("val/", "test/")) else f"summary/{name}"] = value
+            place = "best/" if name.startswith(("val/", "test/")) else "" if name.startswith("refit/") else "summary/"
+            metrics[place + name] = value
     return metrics
 
 

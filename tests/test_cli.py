@@ -378,7 +378,9 @@ def test_mean_and_deviation_over_seeds() -> None:
     runs = [{**common, "seed": seed, "test": {"hr_10": value, "note": "x"}} for seed, value in enumerate((0.1, 0.2, 0.3))]
     # mean .2; squared deviations .01, 0, .01 over n - 1 = 2 give .01, so .1
     assert cli.over_seeds(runs).splitlines()[1].split() == ["hr_10", "0.2000", "±", "0.1000"]
-    assert "LEAKY" not in cli.over_seeds(runs)
+    assert "LEAKY" not in cli.over_seeds(runs) and "refit" not in cli.over_seeds(runs)
+    refitted = [{**run, "refit": {"rounds": 3, "test": {"hr_10": run["test"]["hr_10"] + 0.5}}} for run in runs]
+    assert cli.over_seeds(refitted).splitlines()[2].split() == ["refit", "hr_10", "0.7000", "±", "0.1000"]
     assert "LEAKY" in cli.over_seeds([{**run, "leaky": True} for run in runs])
 
 

@@ -162,9 +162,60 @@ def test_popularity_is_the_floor_itself(tmp_path: Path, capsys: pytest.CaptureFi
     assert summary["notes"] == [] and "NOT beat" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("algo", [FEDMF, FEDEM])
+def test_refit_trains_again_with_validation_in_training(algo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"{algo} --eval-every 2"
+    strict = result(carry_out(words, tmp_path / "strict"))
+    found = carry_out(f"{words} --refit", tmp_path / "r")
+    name = found["algo"]
+    assert f"{name} refit" in capsys.readouterr().out
+    refit = found.pop("refit")
+    assert result(found) == strict and lines_of(tmp_path / "r")[-1]["round"] == strict["rounds"]
+    assert refit["rounds"] == strict["best_round"] and refit["test"].keys() == strict["test"].keys()
+    lines = [json.loads(line) for line in (tmp_path / "r" / "refit.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == list(range(1, refit["rounds"] + 1))
+
+    config = resolve(words.split())
+    parts, _ = run.prepare(config.dataset, config.protocol, config.data)
+    federation = run.Federation.start(config.algorithm, parts.with_validation_in_training(), config.seed)
+    for _ in range(refit["rounds"]):
+        federation.next_round()
+    ranks = pd.read_parquet(tmp_path / "r" / "per_client.parquet")
+    assert (ranks["refit_rank_test"] == federation.sampled_ranks()["test"]).all()
+    assert (ranks["refit_full_rank_test"] == federation.full_ranks()["test"]).all()
+    assert refit["test"]["hr_10"] == pytest.approx((ranks["refit_rank_test"] <= 10).mean())
+
+
+def test_an_interrupted_refit_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = f"{FEDMF} --refit"
+    expected = carry_out(words, tmp_path / "steady")
+    assert expected["refit"]["rounds"] > 1
+    with monkeypatch.context() as patch:
+        interrupting(patch, when=expected["rounds"] + 1)
+        assert cli.main([*words.split(), "--out", str(tmp_path / "r")]) == 130
+    assert not (tmp_path / "r" / "summary.json").exists() and len(lines_of(tmp_path / "r")) == expected["rounds"]
+    found = carry_out(words, tmp_path / "r")
+    assert result(found) == result(expected) and found["seconds_per_round"] > 0
+    assert len((tmp_path / "r" / "refit.jsonl").read_text().splitlines()) == expected["refit"]["rounds"]
+
+
+def test_mlflow_names_the_refit_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    monkeypatch.chdir(tmp_path)
+    summary = carry_out(f"--algo fedmf {DATA} --rounds 2 --dim 4 --refit --quiet", tmp_path / "r")
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    (mirrored,) = client.search_runs([client.get_experiment_by_name("fedbench").experiment_id])
+    metrics = mirrored.data.metrics
+    assert metrics["refit/test/hr_10"] == pytest.approx(summary["refit"]["test"]["hr_10"])
+    assert metrics["best/test/hr_10"] == pytest.approx(summary["test"]["hr_10"]) and "refit/loss" in metrics
+
+
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
+        ("--refit --select-on test", 2, "--refit trains for the rounds that validation chose"),
         ("-n 61", 2, "-n/--clients-per-round 61 is more than the 60 clients"),
         ("--device cuda", 2, "--device cuda: this machine has no CUDA device"),
         ("--device cuda:7", 2, "--device cuda:7: this machine has"),

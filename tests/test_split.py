@@ -112,6 +112,21 @@ def test_by_time_the_last_is_test_and_the_one_before_is_validation(preset: str, 
             del when[item]
 
 
+@small
+@given(datasets())
+def test_a_refit_moves_validation_to_training_and_nothing_else(data: Interactions) -> None:
+    parts = split(data, replace(PRESETS["clean"], min_interactions=3))
+    moved = parts.with_validation_in_training()
+    train, wider = lists(parts.train_ptr, parts.train_item), lists(moved.train_ptr, moved.train_item)
+    assert wider == [sorted([*items, val]) for items, val in zip(train, parts.val_item.tolist(), strict=True)]
+    assert moved.train_rating.tolist() == (1 + source_items(parts, moved.train_item) % 5).tolist()
+    assert moved.refit and not parts.refit
+    changed = {"train_ptr", "train_item", "train_rating", "refit"}
+    for f in fields(Split):
+        if f.name not in changed:
+            assert getattr(moved, f.name) is getattr(parts, f.name), f.name
+
+
 def test_item_order_takes_the_highest_codes() -> None:
     parts = split(interactions([[5, 0, 3, 1, 4], [2, 6, 1, 0, 4]]), Protocol(split="item-order"))
     assert parts.test_item.tolist() == [5, 6] and parts.val_item.tolist() == [4, 4]
