@@ -8,35 +8,28 @@ import logging
 import math
 import os
 import platform
-import re
-import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
-from urllib.parse import urlsplit
 
 import coloredlogs
 
+from fedbench import mirror
 from fedbench.errors import UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
-    from mlflow.tracking import MlflowClient
 
 logger = logging.getLogger("fedbench")
 
 PACKAGES = ("torch", "numpy", "numba", "mlflow", "cvxpy")
-LOCAL_UI = "http://127.0.0.1:5000"
-CHARTS = "#/experiments/{}/runs?workflowType=machine_learning&compareRunsMode=CHART"
-FLUSH_SECONDS, FLUSH_SHARE = 5.0, 0.01
-"""rounds are sent to MLflow this often, or less often where sending would take more than this share of the run"""
-BATCH_METRICS, BATCH_PARAMS, PARAM_LENGTH, TAG_LENGTH = 1000, 100, 6000, 8000
-"""what MLflow takes in one log_batch call, and the longest value of a param and of a tag"""
+FLUSH_SECONDS = 5.0
+"""how often rounds reach MLflow"""
 
 
 def setup_logging(quiet: bool, debug: bool) -> None:
@@ -61,13 +54,14 @@ def attach_log_file(out: Path) -> logging.Handler:
 class RunLog:
     """Everything one run writes. Made by `open`, ended by `finish` or `end`."""
 
-    def __init__(self, out: Path, config: dict[str, Any], env: dict[str, Any], log_file: logging.Handler, mirror: Mirror | None):
+    def __init__(self, out: Path, config: dict[str, Any], env: dict[str, Any], log_file: logging.Handler, copy: Mirror | None):
         self.out = out
         self.tracking_seconds = 0.0
+        """what the run has spent on MLflow: starting its process, and waiting for it at the end"""
         self._config = config
         self._env = env
         self._log_file: logging.Handler | None = log_file
-        self._mirror = mirror
+        self._mirror = copy
         self._lines: list[dict[str, Any]] = []
         self._metrics: TextIO | None = None
 
@@ -90,7 +84,7 @@ class RunLog:
                 file.write(_json(config))
             earlier = _read_json(out / "env.json").get("mlflow_run_id") if resume else None
             env = environment()
-            _write_json(out / "env.json", env)
+            _write_json(out / "env.json", {**env, "mlflow_run_id": earlier} if earlier else env)
             log_file = attach_log_file(out)
         except FileExistsError:
             if out.is_dir():
@@ -107,11 +101,25 @@ class RunLog:
         def note(run_id: str) -> None:
             _write_json(out / "env.json", {**env, "mlflow_run_id": run_id})
 
-        return cls(out, config, env, log_file, Mirror(experiment, run_name, config, all_tags, note) if mlflow else None)
+        if not mlflow:
+            return cls(out, config, env, log_file, None)
+        started = time.perf_counter()
+        order = {
+            "out": str(out.absolute()),
+            "experiment": experiment,
+            "run_name": run_name,
+            "params": params_of(config),
+            "tags": {**all_tags, **mirror.who()},
+            "resumes": earlier,
+            "every": FLUSH_SECONDS,
+        }
+        log = cls(out, config, env, log_file, Mirror(order, note))
+        log.tracking_seconds = time.perf_counter() - started
+        return log
 
     @property
     def run_id(self) -> str | None:
-        """The MLflow run, if there is one; waits until all that was logged has reached it."""
+        """The MLflow run, if there is one and it is known by now."""
         return self._mirror.run_id if self._mirror else None
 
     @property
@@ -120,16 +128,12 @@ class RunLog:
         return self._mirror.link if self._mirror else None
 
     def round(self, metrics: dict[str, float]) -> None:
-        """One line of metrics.jsonl, and now and then a batch for MLflow. `metrics` has "round"."""
-        started = time.perf_counter()
+        """One line of metrics.jsonl. `metrics` has "round"."""
         line = plain(metrics)
         file = self._metrics or self._start_metrics(line["round"])
         self._lines.append(line)
         file.write(json.dumps(line) + "\n")
         file.flush()
-        if self._mirror:
-            self._mirror.add(line)
-        self.tracking_seconds += time.perf_counter() - started
 
     def refit_round(self, metrics: dict[str, float]) -> None:
         """One line of refit.jsonl; in MLflow the same names under refit/."""
@@ -152,11 +156,10 @@ class RunLog:
         if self._mirror:
             # what the config holds is a param already
             final = final_metrics({key: value for key, value in summary.items() if self._config.get(key) != value})
-            step = self._lines[-1]["round"] if self._lines else 0
             files = [self.out / name for name in ("summary.json", "config.json", "per_client.parquet", "figures")]
-            self._mirror.finish(final, step, files)
+            self._end_mirror("FINISHED", final, files)
             if self.link:
-                logger.info("charts: %s%s", self.link, " (start the UI with `make ui`)" if self.link.startswith(LOCAL_UI) else "")
+                logger.info("charts: %s%s", self.link, " (start the UI with `make ui`)" if self.link.startswith(mirror.LOCAL_UI) else "")
         self._close()
 
     def end(self, status: str) -> None:
@@ -164,19 +167,23 @@ class RunLog:
         if self._log_file is None:
             return
         if self._mirror:
-            self._mirror.end(status)
+            self._end_mirror(status, {}, [])
         self._close()
+
+    def _end_mirror(self, status: str, final: dict[str, float], files: list[Path]) -> None:
+        assert self._mirror is not None
+        started = time.perf_counter()
+        self._mirror.end(status, final, files)
+        self.tracking_seconds += time.perf_counter() - started
+        logger.debug("MLflow took %.2f s of the run", self.tracking_seconds)
 
     def _start_metrics(self, first: int | None) -> TextIO:
         """Open metrics.jsonl. A resumed run keeps the rounds before its first, and its old summary no longer holds."""
         path = self.out / "metrics.jsonl"
-        self._lines = [line for line in read_metrics(path) if first is None or line["round"] < first]
+        self._lines = [line for line in mirror.read_lines(path) if first is None or line["round"] < first]
         if first is not None:
             (self.out / "summary.json").unlink(missing_ok=True)
             _write(path, "".join(json.dumps(line) + "\n" for line in self._lines))
-        if self._mirror:
-            for line in self._lines:
-                self._mirror.add(line, flush=False)
         self._metrics = path.open("a", encoding="utf-8")
         return self._metrics
 
@@ -195,7 +202,7 @@ class RunLog:
             convergence.savefig(self.out / "figures" / "convergence.png")
             figures.distribution(per_client, leaky, title, candidates).savefig(self.out / "figures" / "distribution.png")
         except Exception as error:
-            logger.warning("figures could not be drawn (%s); all the numbers are in %s", _one_line(error), self.out)
+            logger.warning("figures could not be drawn (%s); all the numbers are in %s", mirror.one_line(error), self.out)
 
     def _close(self) -> None:
         if self._metrics is not None:
@@ -207,212 +214,59 @@ class RunLog:
 
 
 class Mirror:
-    """The MLflow copy of a run, made by one thread beside it: importing MLflow alone takes seconds that the run need not wait for.
+    """The MLflow copy of a run: a process beside it (fedbench/mirror.py) that reads its folder, so that the run never waits for MLflow.
 
-    The first failure ends it for the rest of the run: the folder is what counts.
+    The first failure ends the copy for the rest of the run: the folder is what counts.
     """
 
-    def __init__(self, experiment: str, run_name: str, config: dict[str, Any], tags: dict[str, str], note: Callable[[str], None]):
-        self._run_id: str | None = None
-        self._link: str | None = None
-        self._out = tags["out"]
-        self._client: MlflowClient | None = None
-        self._given_up = False
-        self._waiting: list[tuple[int, dict[str, Any]]] = []
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mlflow")
-        self._last = self._thread.submit(self._guarded, self._start, experiment, run_name, config, tags, note)
-        self._due = time.monotonic() + FLUSH_SECONDS
+    def __init__(self, order: dict[str, Any], note: Callable[[str], None]):
+        """order: what to make, see mirror.Copy; note is told the run's id."""
+        self.run_id: str | None = None
+        self.link: str | None = None
+        self._out = order["out"]
+        self._note = note
+        root = str(Path(__file__).parent.parent)
+        paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        # a session of its own: Ctrl-C at the terminal is for the run, which has a last word to say
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "fedbench.mirror"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "PYTHONPATH": paths},
+            start_new_session=True,
+        )
+        self._tell(order)
+        self._listener = threading.Thread(target=self._listen, name="mlflow", daemon=True)
+        self._listener.start()
 
-    @property
-    def run_id(self) -> str | None:
-        self._last.result()
-        return self._run_id
+    def end(self, status: str, final: dict[str, float], files: list[Path]) -> None:
+        """Say how the run ended and wait until the copy is whole."""
+        self._tell({"status": status, "final": final, "files": [str(file) for file in files]})
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+        self._listener.join()
+        self._process.wait()
 
-    @property
-    def link(self) -> str | None:
-        self._last.result()
-        return self._link
+    def _tell(self, word: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has given up and said why
+            self._process.stdin.write(json.dumps(word) + "\n")
+            self._process.stdin.flush()
 
-    def _start(self, experiment: str, run_name: str, config: dict[str, Any], tags: dict[str, str], note: Callable[[str], None]) -> None:
-        from mlflow.entities import Param
-
-        client, experiment_id = _open_store(experiment)
-        _mark_stale(client, experiment_id)
-        who = {"host": socket.gethostname(), "pid": str(os.getpid()), "pid_start": _started(os.getpid())}
-        all_tags = {key: str(value)[:TAG_LENGTH] for key, value in {**tags, **who}.items()}
-        run_id = client.create_run(experiment_id, tags=all_tags, run_name=run_name).info.run_id
-        self._run_id, self._client = run_id, client
-        note(run_id)
-        params = [Param(key, value[:PARAM_LENGTH]) for key, value in params_of(config).items()]
-        for start in range(0, len(params), BATCH_PARAMS):
-            client.log_batch(run_id, params=params[start : start + BATCH_PARAMS])
-        self._link = f"{_ui_address(tracking_uri())}/{CHARTS.format(experiment_id)}"
-
-    def add(self, line: dict[str, Any], flush: bool = True) -> None:
-        """Keep a round's line for the next batch, and hand the batch over when it is due and the last one has gone."""
-        if self._given_up:
-            return
-        self._waiting.append((int(time.time() * 1000), line))
-        if flush and time.monotonic() >= self._due and self._last.done():
-            self._submit(self._flush, self._take())
-
-    def finish(self, metrics: dict[str, float], step: int, files: list[Path]) -> None:
-        """Send what waits, the final metrics and the files, and wait for it."""
-        self._waiting.append((int(time.time() * 1000), {**metrics, "round": step}))
-        self._submit(self._complete, self._take(), "FINISHED", files)
-        self._close()
-
-    def end(self, status: str) -> None:
-        """Send what waits and mark the run."""
-        self._submit(self._complete, self._take(), status, [])
-        self._close()
-
-    def _close(self) -> None:
-        self._last.result()
-        self._thread.shutdown()
-
-    def _take(self) -> list[tuple[int, dict[str, Any]]]:
-        taken, self._waiting = self._waiting, []
-        return taken
-
-    def _submit(self, work: Callable[..., None], *arguments: Any) -> None:
-        self._last = self._thread.submit(self._guarded, work, *arguments)
-
-    def _flush(self, lines: list[tuple[int, dict[str, Any]]]) -> None:
-        from mlflow.entities import Metric
-
-        if self._client is None or self._run_id is None:
-            return
-        started = time.monotonic()
-        metrics = [
-            Metric(_name(key), float(value), when, line["round"])
-            for when, line in lines
-            for key, value in line.items()
-            if key != "round" and isinstance(value, int | float)
-        ]
-        for start in range(0, len(metrics), BATCH_METRICS):
-            self._client.log_batch(self._run_id, metrics=metrics[start : start + BATCH_METRICS])
-        now = time.monotonic()
-        self._due = now + max(FLUSH_SECONDS, (now - started) / FLUSH_SHARE)
-
-    def _complete(self, lines: list[tuple[int, dict[str, Any]]], status: str, files: list[Path]) -> None:
-        if self._client is None or self._run_id is None:
-            return
-        self._flush(lines)
-        # before the files: a store that takes no artifacts still has a finished run
-        self._client.set_terminated(self._run_id, status)
-        for file in files:
-            if file.is_dir():
-                self._client.log_artifacts(self._run_id, str(file), file.name)
-            elif file.exists():
-                self._client.log_artifact(self._run_id, str(file))
-
-    def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
-        if self._given_up:
-            return
-        try:
-            work(*arguments)
-        except Exception as error:
-            self._client, self._given_up = None, True
-            logger.warning("MLflow tracking given up (%s); nothing is lost: all is in %s", _one_line(error), self._out)
-
-
-def mark_stale(experiment: str) -> int:
-    """Mark as KILLED the RUNNING runs of this host whose process is gone; how many there were."""
-    try:
-        return _mark_stale(*_open_store(experiment))
-    except Exception as error:
-        logger.warning("MLflow: runs left RUNNING could not be marked (%s)", _one_line(error))
-        return 0
-
-
-def _mark_stale(client: MlflowClient, experiment_id: str) -> int:
-    mine = f"attributes.status = 'RUNNING' and tags.host = '{socket.gethostname()}'"
-    stale = 0
-    for run in client.search_runs([experiment_id], mine, max_results=1000):
-        pid = run.data.tags.get("pid", "")
-        if pid.isdigit() and not _alive(int(pid), run.data.tags.get("pid_start", "")):
-            client.set_terminated(run.info.run_id, "KILLED")
-            stale += 1
-    return stale
-
-
-def _alive(pid: int, started: str) -> bool:
-    if os.name == "nt":
-        return True  # there, os.kill would end the process
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return _started(pid) == started
-
-
-def _started(pid: int) -> str:
-    """When a process began, in ticks since boot: a pid is used again, the pair is not. Empty where there is no /proc."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    # the second field is the command in brackets and can hold blanks; the start time is the 22nd
-    return stat.rpartition(")")[2].split()[19]
-
-
-def tracking_uri() -> str:
-    """MLFLOW_TRACKING_URI, or mlflow.db in the current folder."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.cwd() / 'mlflow.db'}"
-
-
-def _open_store(experiment: str) -> tuple[MlflowClient, str]:
-    """The client and the experiment's id; both are made if they are not there yet."""
-    uri = tracking_uri()
-    client_class = _import_client()
-    database = Path(uri.removeprefix("sqlite:///").partition("?")[0]).absolute() if uri.startswith("sqlite:///") else None
-    if database is None:
-        lock: Any = nullcontext()
-    else:
-        from filelock import FileLock
-
-        # two processes that create the tables of one database at once both fail
-        lock = FileLock(f"{database}.lock", timeout=60)
-    with lock:
-        client = client_class(uri)
-        found = client.get_experiment_by_name(experiment)
-        if found is not None:
-            return client, found.experiment_id
-        artifacts = (database.parent / "mlartifacts").as_uri() if database else None
-        try:
-            return client, client.create_experiment(experiment, artifact_location=artifacts)
-        except Exception:
-            # on a server, somebody else may have made it just now
-            found = client.get_experiment_by_name(experiment)
-            if found is None:
-                raise
-            return client, found.experiment_id
-
-
-def _import_client() -> type[MlflowClient]:
-    """MLflow, which takes seconds to import: without telemetry, chatter and minutes of retries."""
-    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
-    os.environ["DO_NOT_TRACK"] = "true"
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")
-    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    from mlflow.tracking import MlflowClient
-
-    if "MLFLOW_LOGGING_LEVEL" not in os.environ:
-        for name in ("mlflow", "alembic", "urllib3.connectionpool"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    return MlflowClient
-
-
-def _ui_address(uri: str) -> str:
-    """Where a browser finds the UI of a store."""
-    parts = urlsplit(uri)
-    if parts.scheme in ("http", "https"):
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
-    return LOCAL_UI
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as answers:
+            for line in answers:
+                answer = json.loads(line)
+                if "failure" in answer:
+                    logger.warning("MLflow tracking given up (%s); nothing is lost: all is in %s", answer["failure"], self._out)
+                    self.run_id = self.link = None
+                else:
+                    self.run_id, self.link = answer["run_id"], answer["link"]
+                    self._note(answer["run_id"])
 
 
 def params_of(config: dict[str, Any]) -> dict[str, str]:
@@ -425,7 +279,7 @@ def params_of(config: dict[str, Any]) -> dict[str, str]:
     params = {}
     for key, value in config.items():
         text = value if isinstance(value, str) else json.dumps(value)
-        params[_name(key)] = words.get(key, "none") if value is None else text
+        params[mirror.name_of(key)] = words.get(key, "none") if value is None else text
     return params
 
 
@@ -507,14 +361,6 @@ def flat(nested: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last line that a kill cut short is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -538,15 +384,3 @@ def _write(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
-
-
-def _name(key: str) -> str:
-    """A key as MLflow takes it."""
-    return re.sub(r"[^\w./ -]", "_", key)
-
-
-def _one_line(error: Exception) -> str:
-    """An error's first line, shortened, without a password that its address may hold."""
-    text = (str(error).splitlines() or [""])[0] or type(error).__name__
-    text = re.sub(r"//[^/@\s]+@", "//", text)
-    return text if len(text) <= 200 else text[:199] + "…"

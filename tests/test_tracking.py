@@ -6,17 +6,21 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+import requests
 
-from fedbench import tracking
+from fedbench import mirror, tracking
 from fedbench.errors import UsageError
 from fedbench.tracking import RunLog
 
@@ -54,7 +58,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def client(database: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
-    yield tracking._import_client()(database)
+    yield mirror.import_client()(database)
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +95,7 @@ def test_the_folder_is_complete_without_mlflow(tmp_path: Path) -> None:
     log.finish(SUMMARY, CLIENTS)
     out = tmp_path / "a" / "run"
     assert read(out / "config.json") == CONFIG
-    assert tracking.read_metrics(out / "metrics.jsonl") == [line(1), line(2), line(3)]
+    assert mirror.read_lines(out / "metrics.jsonl") == [line(1), line(2), line(3)]
     assert pd.read_parquet(out / "per_client.parquet").equals(CLIENTS)
     assert {path.name for path in (out / "figures").iterdir()} == {"convergence.png", "distribution.png"}
     assert "a word for the log" in (out / "log.txt").read_text()
@@ -114,7 +118,7 @@ def test_a_failing_round_leaves_the_lines_before_it(tmp_path: Path) -> None:
     log = start(tmp_path)
     log.round(line(1))
     # read before the run ends: a line is on disk as soon as its round is over
-    assert tracking.read_metrics(tmp_path / "metrics.jsonl") == [line(1)]
+    assert mirror.read_lines(tmp_path / "metrics.jsonl") == [line(1)]
     log.end("FAILED")
     assert not (tmp_path / "summary.json").exists()
 
@@ -154,7 +158,7 @@ def test_resume_keeps_the_rounds_before_and_drops_those_done_again(tmp_path: Pat
     log.round({**line(3), "loss": 0.25})
     assert not (tmp_path / "summary.json").exists()
     log.finish(SUMMARY, CLIENTS)
-    assert tracking.read_metrics(tmp_path / "metrics.jsonl") == [line(1), line(2), {**line(3), "loss": 0.25}]
+    assert mirror.read_lines(tmp_path / "metrics.jsonl") == [line(1), line(2), {**line(3), "loss": 0.25}]
 
 
 def test_mlflow_holds_what_the_folder_holds(tmp_path: Path, client: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +168,7 @@ def test_mlflow_holds_what_the_folder_holds(tmp_path: Path, client: Any, capfd: 
     log.finish(SUMMARY, CLIENTS)
     assert capfd.readouterr().err == ""
     run = client.get_run(log.run_id)
-    expected = {(key, item["round"]): value for item in tracking.read_metrics(tmp_path / "metrics.jsonl") for key, value in item.items()}
+    expected = {(key, item["round"]): value for item in mirror.read_lines(tmp_path / "metrics.jsonl") for key, value in item.items()}
     stored = history(client, log.run_id)
     assert {place: value for place, value in stored.items() if "/" not in place[0] or place[0] == "val/ndcg_10"} == {
         place: value for place, value in expected.items() if place[0] != "round"
@@ -201,16 +205,36 @@ def test_mlflow_holds_what_the_folder_holds(tmp_path: Path, client: Any, capfd: 
     assert read(tmp_path / "env.json")["mlflow_run_id"] == log.run_id
 
 
-def test_a_resumed_run_is_whole_in_mlflow(tmp_path: Path, client: Any) -> None:
+def test_a_resumed_run_goes_on_in_its_mlflow_run_without_doubled_points(tmp_path: Path, client: Any) -> None:
     first = start(tmp_path, mlflow=True)
+    for number in (1, 2, 3):
+        first.round(line(number))
+    first.end("KILLED")
+    assert client.get_run(first.run_id).info.status == "KILLED"
+    second = start(tmp_path, mlflow=True, resume=True)
+    for number in (3, 4):  # the checkpoint was that of round 2
+        second.round(line(number))
+    second.finish(SUMMARY, CLIENTS)
+    assert second.run_id == first.run_id
+    assert client.get_run(first.run_id).info.status == "FINISHED"
+    assert [point.step for point in client.get_metric_history(first.run_id, "loss")] == [1, 2, 3, 4]
+    # a finished run that is gone on with has nothing new to say
+    again = start(tmp_path, mlflow=True, resume=True)
+    again.finish(SUMMARY, CLIENTS)
+    assert len(client.get_metric_history(first.run_id, "best/val/hr_10")) == 1
+
+
+def test_a_resumed_run_that_the_store_does_not_know_is_sent_whole(tmp_path: Path, client: Any) -> None:
+    first = start(tmp_path)
     first.round(line(1))
     first.end("KILLED")
+    env = read(tmp_path / "env.json")
+    (tmp_path / "env.json").write_text(json.dumps({**env, "mlflow_run_id": "0" * 32}))
     second = start(tmp_path, mlflow=True, resume=True)
     second.round(line(2))
     second.end("FAILED")
-    assert {step for _, step in history(client, second.run_id)} == {1, 2}
-    assert client.get_run(second.run_id).data.tags["resumes"] == first.run_id
-    assert [client.get_run(log.run_id).info.status for log in (first, second)] == ["KILLED", "FAILED"]
+    assert {step for _, step in history(client, second.run_id or "")} == {1, 2}
+    assert client.get_run(second.run_id).data.tags["resumes"] == "0" * 32
 
 
 def test_many_params_and_rounds_go_in_batches(tmp_path: Path, client: Any) -> None:
@@ -230,20 +254,23 @@ def test_many_params_and_rounds_go_in_batches(tmp_path: Path, client: Any) -> No
     assert len(client.get_metric_history(log.run_id, "loss")) == 501
 
 
+def eventually(true: Callable[[], bool]) -> bool:
+    """Whether it becomes true; a minute is for busy machines."""
+    until = time.monotonic() + 60
+    while not true() and time.monotonic() < until:
+        time.sleep(0.05)
+    return true()
+
+
 def test_rounds_reach_mlflow_while_the_run_goes_on(tmp_path: Path, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "FLUSH_SECONDS", 0.0)
-    monkeypatch.setattr(tracking, "FLUSH_SHARE", float("inf"))
+    monkeypatch.setattr(tracking, "FLUSH_SECONDS", 0.05)
     log = start(tmp_path, mlflow=True)
-    assert log.run_id
+    assert eventually(lambda: log.run_id is not None)
     for number in (1, 2):
         log.round(line(number))
-        assert len(client.get_metric_history(log.run_id, "loss")) == number
-    monkeypatch.setattr(tracking, "FLUSH_SECONDS", 3600.0)
-    log.round(line(3))
-    log.round(line(4))
-    assert len(client.get_metric_history(log.run_id, "loss")) == 3
+        assert eventually(lambda number=number: len(client.get_metric_history(log.run_id, "loss")) == number)  # type: ignore[misc]
     log.end("KILLED")
-    assert len(client.get_metric_history(log.run_id, "loss")) == 4
+    assert len(client.get_metric_history(log.run_id, "loss")) == 2
 
 
 def test_a_dead_server_costs_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -257,26 +284,61 @@ def test_a_dead_server_costs_one_warning(tmp_path: Path, monkeypatch: pytest.Mon
     warning = caplog.records[0].getMessage()
     assert "given up" in warning and str(tmp_path) in warning and "secret" not in warning
     assert (log.run_id, log.link) == (None, None)
-    assert len(tracking.read_metrics(tmp_path / "metrics.jsonl")) == 3
+    assert len(mirror.read_lines(tmp_path / "metrics.jsonl")) == 3
     assert (tmp_path / "summary.json").exists()
 
 
-def test_a_server_that_dies_in_mid_run_is_asked_no_more(tmp_path: Path, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "FLUSH_SECONDS", 0.0)
-    log = start(tmp_path, mlflow=True)
-    calls = []
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A real MLflow server on a database of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{tmp_path / 'server.db'}", "--artifacts-destination", str(tmp_path / "files")]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **quiet)  # type: ignore[call-overload]
+    try:
+        address = f"http://127.0.0.1:{port}"
 
-    def refuse(*arguments: Any, **more: Any) -> None:
-        calls.append(arguments)
-        raise ConnectionError("gone")
+        def answers() -> bool:
+            with suppress(OSError):
+                return requests.get(f"{address}/health", timeout=5).ok
+            return False
 
-    assert log.run_id and log._mirror is not None and log._mirror._client is not None
-    monkeypatch.setattr(log._mirror._client, "log_batch", refuse)
-    for number in (1, 2, 3):
-        log.round(line(number))
-    log.finish(SUMMARY, CLIENTS)
-    assert len(calls) == 1
-    assert (tmp_path / "summary.json").exists()
+        assert eventually(answers)
+        yield address, process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.slow
+def test_a_server_takes_a_run_and_may_die_in_the_next(
+    tmp_path: Path, server: tuple[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    address, process = server
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    monkeypatch.setattr(tracking, "FLUSH_SECONDS", 0.05)
+    whole = start(tmp_path / "whole", mlflow=True)
+    whole.round(line(1))
+    whole.finish(SUMMARY, CLIENTS)
+    client = mirror.import_client()(address)
+    assert whole.link is not None and whole.link.startswith(f"{address}/#/experiments/")
+    assert client.get_run(whole.run_id).info.status == "FINISHED"
+    assert {item.path for item in client.list_artifacts(whole.run_id)} >= {"summary.json", "figures"}
+    cut = start(tmp_path / "cut", mlflow=True)
+    assert eventually(lambda: cut.run_id is not None)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    with caplog.at_level(logging.WARNING):
+        for number in (1, 2, 3):
+            cut.round(line(number))
+        cut.finish(SUMMARY, CLIENTS)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert ["given up" in warning for warning in warnings] == [True]
+    assert (tmp_path / "cut" / "summary.json").exists() and cut.link is None
 
 
 def run_child(code: str, *arguments: str, cwd: Path, database: str) -> subprocess.Popen[str]:
@@ -286,43 +348,45 @@ def run_child(code: str, *arguments: str, cwd: Path, database: str) -> subproces
 
 
 CHILD = """
-import sys
+import sys, time
 from pathlib import Path
 from fedbench.tracking import RunLog
 log = RunLog.open(Path(sys.argv[1]), {"algo": "toy"}, {}, True, "child", sys.argv[2])
 log.round({"round": 1, "loss": 1.0})
-print(log.run_id, flush=True)
+while log.run_id is None:
+    time.sleep(0.01)
+print(log.run_id, log._mirror._process.pid, flush=True)
 """
 
 
-def test_a_killed_run_is_marked_by_the_next(tmp_path: Path, client: Any, database: str) -> None:
-    child = run_child(
-        CHILD + "import time\ntime.sleep(600)\n",
-        str(tmp_path / "killed"),
-        "kill",
-        cwd=tmp_path,
-        database=database,
-    )
+@pytest.mark.parametrize("both", [False, True], ids=["the-run", "the-run-and-its-copy"])
+def test_a_killed_run_is_marked(tmp_path: Path, client: Any, database: str, both: bool) -> None:
+    """By its copy, which sees it go; or by the next run, if the copy went with it."""
+    child = run_child(CHILD + "time.sleep(600)\n", str(tmp_path / "killed"), "kill", cwd=tmp_path, database=database)
     assert child.stdout is not None
-    killed = child.stdout.readline().strip()
+    killed, copy = child.stdout.readline().split()
     try:
-        assert tracking.mark_stale("kill") == 0
         assert client.get_run(killed).info.status == "RUNNING"
+        if both:
+            os.kill(int(copy), signal.SIGKILL)
     finally:
         os.kill(child.pid, signal.SIGKILL)
         child.communicate()
-    log = start(tmp_path / "next", mlflow=True, experiment="kill")
-    assert client.get_run(log.run_id).info.status == "RUNNING"
-    assert client.get_run(killed).info.status == "KILLED"
-    assert tracking.mark_stale("kill") == 0
-    log.end("KILLED")
+    if both:
+        log = start(tmp_path / "next", mlflow=True, experiment="kill")
+        log.end("KILLED")
+        assert client.get_run(killed).info.status == "KILLED"
+    else:
+        assert eventually(lambda: client.get_run(killed).info.status == "KILLED")
+        assert [point.step for point in client.get_metric_history(killed, "loss")] == [1]
+    assert mirror.mark_stale(client, client.get_experiment_by_name("kill").experiment_id) == 0
 
 
 def test_a_pid_used_again_by_another_process_is_no_sign_of_life() -> None:
     own = os.getpid()
-    assert tracking._alive(own, tracking._started(own))
+    assert mirror.alive(own, mirror.started(own))
     if Path("/proc/self/stat").exists():
-        assert not tracking._alive(own, "1")
+        assert not mirror.alive(own, "1")
 
 
 @pytest.mark.slow
@@ -330,15 +394,15 @@ def test_two_processes_create_one_database(tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path / 'fresh.db'}"
     children = [run_child(CHILD + "log.end('FAILED')\n", str(tmp_path / name), "both", cwd=tmp_path, database=database) for name in "ab"]
     outputs = [child.communicate(timeout=120) for child in children]
-    ids = {out.strip() for out, _ in outputs}
-    assert len(ids) == 2 and "None" not in ids
+    ids = {out.split()[0] for out, _ in outputs}
+    assert len(ids) == 2
     assert [chatter for _, chatter in outputs] == ["", ""]
     assert [child.returncode for child in children] == [0, 0]
 
 
 def test_the_link_is_built_on_a_servers_own_address() -> None:
-    assert tracking._ui_address("https://me:pw@host:8080/mlflow/") == "https://host:8080/mlflow"
-    assert tracking._ui_address("postgresql://me:pw@host/db") == tracking.LOCAL_UI
+    assert mirror.ui_address("https://me:pw@host:8080/mlflow/") == "https://host:8080/mlflow"
+    assert mirror.ui_address("postgresql://me:pw@host/db") == mirror.LOCAL_UI
 
 
 def test_quiet_silences_the_console_and_not_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

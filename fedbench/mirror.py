@@ -1,0 +1,264 @@
+"""The MLflow copy of a run, made by a process of its own: `python -m fedbench.mirror`, started by `tracking.Mirror`.
+
+Importing MLflow and making its database take seconds of a core, and a run must not wait for them. So this process reads what the run
+writes anyway (metrics.jsonl) and is told the rest in lines of JSON on standard input: first what to make, last how the run ended.
+It answers in lines of JSON. If its input ends without a last word, the run was killed, and the copy says so.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import re
+import socket
+import sys
+import threading
+import time
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+LOCAL_UI = "http://127.0.0.1:5000"
+CHARTS = "#/experiments/{}/runs?workflowType=machine_learning&compareRunsMode=CHART"
+BATCH_METRICS, BATCH_PARAMS, PARAM_LENGTH, TAG_LENGTH = 1000, 100, 6000, 8000
+"""what MLflow takes in one log_batch call, and the longest value of a param and of a tag"""
+FINAL = ("best/", "summary/", "refit/")
+"""metrics of a whole run, not of a round"""
+
+
+class Copy:
+    """One MLflow run: begun or, after an interruption, gone on with."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        self.metrics_file = Path(order["out"]) / "metrics.jsonl"
+        self.client, experiment_id = open_store(order["experiment"])
+        mark_stale(self.client, experiment_id)
+        self.link = f"{ui_address(tracking_uri())}/{CHARTS.format(experiment_id)}"
+        self.sent, self.complete = 0, False
+        self._waiting: list[tuple[int, int, dict[str, float]]] = []
+        tags = {key: str(value)[:TAG_LENGTH] for key, value in order["tags"].items()}
+        earlier = self._earlier(order["resumes"], experiment_id) if order["resumes"] else None
+        if earlier is not None:
+            self.run_id = earlier
+            self.client.update_run(earlier, status="RUNNING")
+            for key in ("host", "pid", "pid_start"):
+                self.client.set_tag(earlier, key, tags[key])
+            return
+        self.run_id = self.client.create_run(experiment_id, tags=tags, run_name=order["run_name"]).info.run_id
+        params = [Param(name_of(key), value[:PARAM_LENGTH]) for key, value in order["params"].items()]
+        for start in range(0, len(params), BATCH_PARAMS):
+            self.client.log_batch(self.run_id, params=params[start : start + BATCH_PARAMS])
+
+    def _earlier(self, run_id: str, experiment_id: str) -> str | None:
+        """The run to go on with, if this store has it; rounds that it holds are not sent again."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            run = self.client.get_run(run_id)
+        except MlflowException:
+            return None
+        if run.info.experiment_id != experiment_id or run.info.lifecycle_stage != "active":
+            return None
+        keys = [key for key in run.data.metrics if not key.startswith(FINAL)]
+        self.sent = max((point.step for key in keys for point in self.client.get_metric_history(run_id, key)), default=0)
+        self.complete = run.info.status == "FINISHED"
+        return run_id
+
+    def flush(self) -> None:
+        """Send the rounds that metrics.jsonl holds and MLflow does not."""
+        for line in read_lines(self.metrics_file):
+            if line["round"] > self.sent:
+                self._add(line)
+                self.sent = line["round"]
+        self._send()
+
+    def _add(self, line: dict[str, Any]) -> None:
+        numbers = {name_of(key): float(value) for key, value in line.items() if key != "round" and isinstance(value, int | float)}
+        if sum(len(row) for *_, row in self._waiting) + len(numbers) > BATCH_METRICS:
+            self._send()
+        self._waiting.append((int(time.time() * 1000), line["round"], numbers))
+
+    def _send(self) -> None:
+        """One batch; a round is never cut in two, so that MLflow has all of it or nothing."""
+        from mlflow.entities import Metric
+
+        if self._waiting:
+            metrics = [Metric(key, value, when, step) for when, step, row in self._waiting for key, value in row.items()]
+            self.client.log_batch(self.run_id, metrics=metrics)
+            self._waiting = []
+
+    def end(self, status: str, final: dict[str, float], files: list[str]) -> None:
+        self.flush()
+        if final and not self.complete:
+            self._add({**final, "round": self.sent})
+            self._send()
+        # before the files: a store that takes no artifacts still has a finished run
+        self.client.set_terminated(self.run_id, status)
+        for file in map(Path, files):
+            if file.is_dir():
+                self.client.log_artifacts(self.run_id, str(file), file.name)
+            elif file.exists():
+                self.client.log_artifact(self.run_id, str(file))
+
+
+def main() -> None:
+    """Follow one run from its first word to its last."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints is no answer
+    if hasattr(os, "nice"):
+        os.nice(10)
+    order = json.loads(sys.stdin.readline())
+
+    def say(**answer: str) -> None:
+        with suppress(BrokenPipeError):
+            print(json.dumps(answer), file=answers, flush=True)
+
+    words: queue.Queue[dict[str, Any]] = queue.Queue()
+    threading.Thread(target=_listen, args=(words,), daemon=True).start()
+    try:
+        copy = Copy(order)
+        say(run_id=copy.run_id, link=copy.link)
+        word: dict[str, Any] = {}
+        while not word:
+            try:
+                word = words.get(timeout=order["every"])
+            except queue.Empty:
+                copy.flush()
+        copy.end(**word)
+    except Exception as error:
+        say(failure=one_line(error))
+
+
+def _listen(words: queue.Queue[dict[str, Any]]) -> None:
+    last = sys.stdin.readline()
+    words.put(json.loads(last) if last else {"status": "KILLED", "final": {}, "files": []})
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; a last line that is not whole yet is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+# ---- the store -------------------------------------------------------------------------------------------------------------
+
+
+def tracking_uri() -> str:
+    """MLFLOW_TRACKING_URI, or mlflow.db in the current folder."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.cwd() / 'mlflow.db'}"
+
+
+def open_store(experiment: str) -> tuple[MlflowClient, str]:
+    """The client and the experiment's id; both are made if they are not there yet."""
+    uri = tracking_uri()
+    client_class = import_client()
+    database = Path(uri.removeprefix("sqlite:///").partition("?")[0]).absolute() if uri.startswith("sqlite:///") else None
+    if database is None:
+        lock: Any = nullcontext()
+    else:
+        from filelock import FileLock
+
+        # two processes that create the tables of one database at once both fail
+        lock = FileLock(f"{database}.lock", timeout=60)
+    with lock:
+        client = client_class(uri)
+        found = client.get_experiment_by_name(experiment)
+        if found is not None:
+            return client, found.experiment_id
+        artifacts = (database.parent / "mlartifacts").as_uri() if database else None
+        try:
+            return client, client.create_experiment(experiment, artifact_location=artifacts)
+        except Exception:
+            # on a server, somebody else may have made it just now
+            found = client.get_experiment_by_name(experiment)
+            if found is None:
+                raise
+            return client, found.experiment_id
+
+
+def import_client() -> type[MlflowClient]:
+    """MLflow, which takes seconds to import: without telemetry, chatter and minutes of retries."""
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    os.environ["DO_NOT_TRACK"] = "true"
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    from mlflow.tracking import MlflowClient
+
+    if "MLFLOW_LOGGING_LEVEL" not in os.environ:
+        for name in ("mlflow", "alembic", "urllib3.connectionpool"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    return MlflowClient
+
+
+def mark_stale(client: MlflowClient, experiment_id: str) -> int:
+    """Mark as KILLED the RUNNING runs of this host whose process is gone (a run's copy ended with it); how many there were."""
+    mine = f"attributes.status = 'RUNNING' and tags.host = '{socket.gethostname()}'"
+    stale = 0
+    for run in client.search_runs([experiment_id], mine, max_results=1000):
+        pid = run.data.tags.get("pid", "")
+        if pid.isdigit() and not alive(int(pid), run.data.tags.get("pid_start", "")):
+            client.set_terminated(run.info.run_id, "KILLED")
+            stale += 1
+    return stale
+
+
+def who() -> dict[str, str]:
+    """Tags by which another process can tell whether this one still runs."""
+    return {"host": socket.gethostname(), "pid": str(os.getpid()), "pid_start": started(os.getpid())}
+
+
+def alive(pid: int, start: str) -> bool:
+    if os.name == "nt":
+        return True  # there, os.kill would end the process
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return started(pid) == start
+
+
+def started(pid: int) -> str:
+    """When a process began, in ticks since boot: a pid is used again, the pair is not. Empty where there is no /proc."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    # the second field is the command in brackets and can hold blanks; the start time is the 22nd
+    return stat.rpartition(")")[2].split()[19]
+
+
+def ui_address(uri: str) -> str:
+    """Where a browser finds the UI of a store."""
+    parts = urlsplit(uri)
+    if parts.scheme in ("http", "https"):
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
+    return LOCAL_UI
+
+
+def name_of(key: str) -> str:
+    """A key as MLflow takes it."""
+    return re.sub(r"[^\w./ -]", "_", key)
+
+
+def one_line(error: Exception) -> str:
+    """An error's first line, shortened, without a password that its address may hold."""
+    text = (str(error).splitlines() or [""])[0] or type(error).__name__
+    text = re.sub(r"//[^/@\s]+@", "//", text)
+    return text if len(text) <= 200 else text[:199] + "…"
+
+
+if __name__ == "__main__":
+    main()
