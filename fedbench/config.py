@@ -23,23 +23,32 @@ from typing import Any, NamedTuple, NoReturn, Union, get_args, get_origin, get_t
 from fedbench import protocol as protocols
 from fedbench import registry
 from fedbench.algorithm import Algorithm
+from fedbench.checkpoint import Cadence
 from fedbench.data import DatasetOptions
 from fedbench.errors import UsageError
 from fedbench.protocol import PRESETS, Protocol
 
 RECIPES = ("clean", "published")
-CHOICES = {"protocol": tuple(PRESETS), "recipe": RECIPES, "dtype": ("float32", "float64"), "kernel": ("auto", "off")}
+CHOICES = {
+    "protocol": tuple(PRESETS),
+    "recipe": RECIPES,
+    "dtype": ("float32", "float64"),
+    "kernel": ("auto", "off"),
+    "keep_state": ("auto", "best", "last", "none"),
+}
 AT_LEAST = {
     **dict.fromkeys(("rounds", "clients_per_round", "local_epochs", "batch_size", "dim", "eval_negatives"), 1),
     **dict.fromkeys(("users", "items", "interactions", "threads", "block_rows", "eval_every"), 1),
     **dict.fromkeys(("negatives", "stop_below", "min_interactions", "seed", "split_seed", "data_seed"), 0),
 }
+OR_NUMBER = ("checkpoint_every",)
+"""words that may be a number in a config file"""
 SHORT = {"clients_per_round": "-n", "local_epochs": "-e"}
 SYNTHETIC = ("users", "items", "interactions", "data_seed")
 MOST_SEEDS = 1000
 NOT_HASHED = (
     *("recipe", "device", "threads", "compile", "kernel", "block_rows", "out", "resume", "mlflow", "experiment"),
-    *("quiet", "debug", "data_dir", "cache_dir"),
+    *("checkpoint_every", "keep_state", "quiet", "debug", "data_dir", "cache_dir"),
 )
 """what moves no result beyond rounding, and `recipe`, whose effect is in the fields"""
 
@@ -80,6 +89,10 @@ class RunConfig:
     """folder of the run; runs/<dataset>/<algo>/<time>-<hash> if not given"""
     resume: str = "auto"
     """auto (go on where the run in --out stopped), never, or the folder of the run to go on with"""
+    checkpoint_every: str = "auto"
+    """rounds (10) or time (60s, 5m) between two saved states, never, or auto: each minute, less often if that takes over 2 % of the run"""
+    keep_state: str = "auto"
+    """what a finished run keeps for later use: best (the state of the reported round), last, none, or auto (best up to 64 MB, else last)"""
     mlflow: bool = True
     """mirror the run in MLflow"""
     experiment: str = "fedbench"
@@ -96,11 +109,14 @@ class RunConfig:
         hidden = ("algorithm", "data", "name", "ncf", *(() if self.dataset == "synthetic" else SYNTHETIC))
         return {key: _plain(value) for key, value in {**own, **parts}.items() if key not in hidden}
 
-    def hash8(self) -> str:
-        """8 hex digits of what determines the result. A file counts by its content, not by its path."""
+    def identity(self) -> dict[str, Any]:
+        """What determines the result. A file counts by its content, not by its path."""
         values = {key: value for key, value in self.to_dict().items() if key not in NOT_HASHED}
-        values |= {"algo": _identity(self.algo), "dataset": _identity(self.dataset)}
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+        return values | {"algo": _identity(self.algo), "dataset": _identity(self.dataset)}
+
+    def hash8(self) -> str:
+        """8 hex digits of the identity."""
+        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()[:8]
 
 
 class Request(NamedTuple):
@@ -153,6 +169,8 @@ class Flag:
         return tuple(self._read_one(member, where) for member in value)
 
     def _read_one(self, value: object, where: str) -> Any:
+        if self.key in OR_NUMBER and isinstance(value, int | float) and not isinstance(value, bool):
+            value = str(value)
         try:
             result: Any = _READ[self.item_kind](value)
         except (ValueError, TypeError, OverflowError):
@@ -306,6 +324,7 @@ def _one_a_seed(config: RunConfig, seeds: tuple[int, ...]) -> list[RunConfig]:
 
 def _check(config: RunConfig) -> None:
     registry.dataset(config.dataset)
+    Cadence.of(config.checkpoint_every)
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", config.device):
         raise UsageError(f"--device must be auto, cpu, cuda, cuda:<number> or mps, not {config.device!r}")
     if config.out is not None and os.path.isfile(config.out):
@@ -360,7 +379,9 @@ def flag_groups(cls: type[Algorithm] | None) -> dict[str, list[Flag]]:
     groups["protocol (defaults by preset)"] = _flags(Protocol, protocols.CHOICES, skip=("name",))
     groups["data"] = _flags(DatasetOptions, {}, skip=("ncf",))
     groups["machine"] = [run[key] for key in ("device", "dtype", "threads", "compile", "kernel", "block_rows")]
-    groups["output"] = [run[key] for key in ("eval_every", "out", "resume", "mlflow", "experiment", "quiet", "debug")]
+    groups["output"] = [
+        run[key] for key in ("eval_every", "out", "resume", "checkpoint_every", "keep_state", "mlflow", "experiment", "quiet", "debug")
+    ]
     _refuse_clashes(groups, cls)
     return groups
 

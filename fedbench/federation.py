@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedbench.algorithm import Algorithm, Tensors, World
 from fedbench.draw import Draw
@@ -72,8 +73,25 @@ class Federation:
         self.bytes_down += result.bytes_down
         return result
 
+    def state(self) -> Tensors:
+        """What the server and all clients hold, by name; not copied."""
+        server = {f"server/{name}": value for name, value in self.server.items()}
+        return server | {f"client/{name}": value for name, value in self.store.tensors.items()}
+
+    def set_state(self, state: Tensors) -> None:
+        """Take over what `state` gave; names and shapes of what clients hold must be those of this federation."""
+        for name, tensor in self.store.tensors.items():
+            tensor.copy_(_of_shape(state[f"client/{name}"], tensor))
+        self.server = {name.removeprefix("server/"): value for name, value in state.items() if name.startswith("server/")}
+
     def sampled_ranks(self) -> dict[str, np.ndarray]:
         return self.evaluator.sampled_ranks(self.store, self.algorithm.answer(self.server))
 
     def full_ranks(self) -> dict[str, np.ndarray]:
         return self.evaluator.full_ranks(self.store, self.algorithm.answer(self.server))
+
+
+def _of_shape(found: Tensor, expected: Tensor) -> Tensor:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        raise ValueError(f"{tuple(found.shape)} {found.dtype} where {tuple(expected.shape)} {expected.dtype} belongs")
+    return found

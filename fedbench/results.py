@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fedbench.algorithm import Tensors
 from fedbench.config import RunConfig
 from fedbench.data import Interactions
 from fedbench.evaluate import chance_metrics, popularity_ranks, ranking_metrics, spread
@@ -27,6 +28,8 @@ class Best:
     score: float = -1.0
     ranks: dict[str, np.ndarray] = field(default_factory=dict)
     """val, test, full_val, full_test: [U] each"""
+    state: Tensors = field(default_factory=dict)
+    """what the server and the clients held in it, if that is kept"""
 
 
 def summarise(

@@ -12,22 +12,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import numba
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 from fedbench import checkpoint, registry
-from fedbench.algorithm import Algorithm, World
-from fedbench.config import RunConfig
+from fedbench.algorithm import Algorithm, Tensors, World
+from fedbench.config import RunConfig, read_config
 from fedbench.data import Interactions
-from fedbench.errors import UsageError
+from fedbench.errors import FedbenchError, UsageError
 from fedbench.evaluate import ranking_metrics
 from fedbench.federation import Federation
+from fedbench.lock import claimed
 from fedbench.protocol import Protocol
-from fedbench.results import Best, final_table, peak_rss_mb, per_client, refit_summary, summarise
+from fedbench.results import Best, final_table, human, peak_rss_mb, per_client, refit_summary, summarise
 from fedbench.split import Split, split
 from fedbench.tracking import RunLog, read_metrics, setup_logging
 
@@ -35,6 +37,8 @@ log = logging.getLogger("fedbench")
 
 SELECT = {"val": ("val", "ndcg_10"), "test": ("test", "hr_10")}
 """the metric that chooses the reported round"""
+KEEP_BEST_BYTES = 64 * 2**20
+"""--keep-state auto: up to this size the reported round's state is copied whenever a round becomes the best"""
 
 
 def run(config: RunConfig) -> dict[str, Any]:
@@ -46,9 +50,16 @@ def run(config: RunConfig) -> dict[str, Any]:
     parts, dataset = prepare(config.dataset, config.protocol, config.data)
     algorithm = config.algorithm
     check_cohort(algorithm, parts)
-    out, resume = choose_folder(config)
-    if resume:
-        check_resumable(out, config, parts)
+    out = choose_folder(config)
+    with claimed(out):
+        resume, state = going_on(out, config, parts)
+        return carry_out(config, parts, dataset, device, out, resume, state)
+
+
+def carry_out(
+    config: RunConfig, parts: Split, dataset: Interactions, device: str, out: Path, resume: bool, state: checkpoint.State | None
+) -> dict[str, Any]:
+    """Start or go on with a run whose folder belongs to this process."""
     leaky = parts.protocol.leaky
     run_log = RunLog.open(
         out,
@@ -69,21 +80,25 @@ def run(config: RunConfig) -> dict[str, Any]:
         describe(dataset, parts, config, device, out)
         dtype = torch.float64 if config.dtype == "float64" else torch.float32
         how: dict[str, Any] = {"kernel": config.kernel, "block_rows": config.block_rows, "compile": config.compile}
-        federation = Federation.start(algorithm, parts, config.seed, device, dtype, **how)
+        federation = Federation.start(config.algorithm, parts, config.seed, device, dtype, **how)
         best = Best()
-        if resume:
-            restore(out, federation, best)
+        if state:
+            restore(state, federation, best)
+        elif resume:
+            log.warning("no checkpoint of the run in %s; it begins again", out)
         train(federation, best, run_log, config, out)
         seconds = [line["seconds"] for line in read_metrics(out / "metrics.jsonl")]
         summary = summarise(config, dataset, federation, best, seconds, device)
-        save(out, federation, best, config)
         refitted = None
         if config.refit:
+            save(out, federation, best, config)
             del federation  # two of them need not fit in memory
-            federation = Federation.start(algorithm, parts.with_validation_in_training(), config.seed, device, dtype, **how)
+            federation = Federation.start(config.algorithm, parts.with_validation_in_training(), config.seed, device, dtype, **how)
             refitted = refit(federation, best.round, run_log, config, out)
             summary |= {"refit": refit_summary(best.round, refitted), "peak_rss_mb": peak_rss_mb()}
+        keep_model(out, federation, best, config)
         run_log.finish(summary, per_client(parts, best.ranks, refitted))
+        checkpoint.prune(out, keep=0)
     except KeyboardInterrupt:
         run_log.end("KILLED")
         raise
@@ -106,7 +121,10 @@ def prepare(name: str, protocol: Protocol, options: Any) -> tuple[Split, Interac
 
 def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig, out: Path) -> None:
     """All rounds that are left."""
-    rounds = federation.algorithm.rounds
+    rounds, cadence = federation.algorithm.rounds, checkpoint.Cadence.of(config.checkpoint_every)
+    keep_best = keeps_best(federation, config)
+    if keep_best and best.round == federation.round:
+        best.state = copied(federation.state())
     which, metric = SELECT[federation.split.protocol.select_on]
     bar = tqdm(total=rounds, initial=federation.round, desc=config.algo, unit="round", disable=config.quiet, dynamic_ncols=True)
     with bar, interrupts_between_rounds() as interrupted:
@@ -126,6 +144,8 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
                     full = federation.full_ranks()
                     best.round, best.score = federation.round, score
                     best.ranks = {**ranks, "full_val": full["val"], "full_test": full["test"]}
+                    if keep_best:
+                        best.state = copied(federation.state())
                 bar.set_postfix_str(f"val HR@10 {scores['val']['hr_10']:.3f} test HR@10 {scores['test']['hr_10']:.3f}", refresh=False)
             line["seconds"] = time.perf_counter() - started
             line |= {"bytes_up": federation.bytes_up, "bytes_down": federation.bytes_down}
@@ -136,6 +156,10 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
                 log.warning("interrupted after round %d; go on with --resume %s", federation.round, out)
                 save(out, federation, best, config)
                 raise KeyboardInterrupt
+            if cadence.due(federation.round) and federation.round < rounds:
+                started = time.perf_counter()
+                save(out, federation, best, config)
+                cadence.saved(time.perf_counter() - started)
 
 
 def refit(federation: Federation, rounds: int, run_log: RunLog, config: RunConfig, out: Path) -> dict[str, np.ndarray]:
@@ -211,23 +235,54 @@ def choose_device(name: str) -> str:
     return name
 
 
-def choose_folder(config: RunConfig) -> tuple[Path, bool]:
-    """The run's folder, and whether a run that stopped in it goes on."""
+def choose_folder(config: RunConfig) -> Path:
+    """The run's folder: the one to go on with, the one given, or a new one."""
     if config.resume not in ("auto", "never"):
-        folder = Path(config.resume)
-        if not checkpoint.exists(folder):
-            raise UsageError(f"--resume {folder}: no checkpoint there; give the folder of a run that was interrupted")
-        return folder, True
+        return Path(config.resume)
     if config.out is not None:
-        stopped = checkpoint.exists(config.out) and not (config.out / "summary.json").exists()
-        return config.out, config.resume == "auto" and stopped
+        return config.out
     label = Path(config.algo).stem, Path(config.dataset).stem
     place = Path("runs") / label[1] / label[0] / f"{time.strftime('%Y%m%d-%H%M%S')}-{config.hash8()}"
     folder, again = place, 1
     while folder.exists():
         again += 1
         folder = place.with_name(f"{place.name}-{again}")
-    return folder, False
+    return folder
+
+
+def going_on(out: Path, config: RunConfig, parts: Split) -> tuple[bool, checkpoint.State | None]:
+    """Whether a run that stopped in the folder goes on, and after which state (None: it begins again).
+
+    The state of another configuration, dataset or protocol is refused before anything in the folder is touched.
+    """
+    named = config.resume not in ("auto", "never")
+    if named and not (out / "config.json").exists():
+        raise UsageError(f"--resume {out}: no run and no checkpoint there; give the folder of a run that was interrupted")
+    if named and (out / "summary.json").exists():
+        raise UsageError(f"--resume {out}: that run is finished; its result is in {out / 'summary.json'}")
+    if config.resume == "never" or not (out / "config.json").exists() or (out / "summary.json").exists():
+        return False, None
+    there, here = read_config(out / "config.json"), config.to_dict()
+    for key in config.identity():
+        if there.get(key) != here[key]:
+            refuse(out, f"that run has --{key.replace('_', '-')} {there.get(key)}, here it is {here[key]}; give the same flags")
+    state = checkpoint.newest(out)
+    if state is None:
+        if named and checkpoint.rounds(out):
+            raise UsageError(f"--resume {out}: no checkpoint there can be read; start again with another --out")
+        return True, None
+    for key, mine in (("algo", config.identity()["algo"]), ("dataset", config.identity()["dataset"])):
+        if state.facts.get(key) != mine:
+            refuse(out, f"the content of {here[key]} has changed since that run began; start again with another --out")
+    for key, mine in (("data_checksum", parts.checksum), ("protocol_fingerprint", parts.fingerprint)):
+        if state.facts.get(key) != mine:
+            words = key.replace("_", " ")
+            refuse(out, f"that run's {words} is {state.facts.get(key)}, here it is {mine}; use the data and the flags that it had")
+    return True, state
+
+
+def refuse(out: Path, why: str) -> NoReturn:
+    raise UsageError(f"--resume {out}: {why}")
 
 
 def describe(dataset: Interactions, parts: Split, config: RunConfig, device: str, out: Path) -> None:
@@ -251,41 +306,70 @@ def describe(dataset: Interactions, parts: Split, config: RunConfig, device: str
 
 def save(out: Path, federation: Federation, best: Best, config: RunConfig) -> None:
     """The state after the last finished round."""
-    tensors = {f"server/{name}": value for name, value in federation.server.items()}
-    tensors |= {f"client/{name}": value for name, value in federation.store.tensors.items()}
+    tensors = federation.state()
     tensors |= {f"best/{name}": torch.from_numpy(value) for name, value in best.ranks.items()}
+    if best.round != federation.round:
+        tensors |= {f"best_state/{name}": value for name, value in best.state.items()}
     tensors["visits"] = torch.from_numpy(federation.visits)
-    facts = {
-        "config": config.hash8(),
-        "fingerprint": federation.split.fingerprint,
-        "round": federation.round,
+    facts = state_facts(federation, config) | {
         "bytes_up": federation.bytes_up,
         "bytes_down": federation.bytes_down,
         "best_round": best.round,
         "best_score": best.score,
     }
-    checkpoint.save(out, facts, tensors)
+    checkpoint.save_round(out, federation.round, facts, tensors)
 
 
-def check_resumable(out: Path, config: RunConfig, parts: Split) -> None:
-    """Refuse the state of another configuration or protocol, before anything in its folder is touched."""
-    facts = checkpoint.facts(out)
-    for key, mine in (("config", config.hash8()), ("fingerprint", parts.fingerprint)):
-        if facts.get(key) != mine:
-            raise UsageError(f"--resume {out}: that run has another {key} ({facts.get(key)}, here {mine}); give the same flags")
+def state_facts(federation: Federation, config: RunConfig) -> dict[str, Any]:
+    """What a state belongs to."""
+    identity, split = config.identity(), federation.split
+    return {
+        "algo": identity["algo"],
+        "dataset": identity["dataset"],
+        "data_checksum": split.checksum,
+        "protocol_fingerprint": split.fingerprint,
+        "round": federation.round,
+    }
 
 
-def restore(out: Path, federation: Federation, best: Best) -> None:
+def restore(state: checkpoint.State, federation: Federation, best: Best) -> None:
     """Go on from a saved state."""
-    state = checkpoint.load(out, federation.engine.device)
-    if state is None:
-        raise UsageError(f"--resume {out}: no checkpoint there")
-    facts, tensors = state
-    federation.round, federation.bytes_up, federation.bytes_down = facts["round"], facts["bytes_up"], facts["bytes_down"]
-    federation.visits = tensors["visits"].cpu().numpy().copy()
-    federation.server = {name.removeprefix("server/"): value for name, value in tensors.items() if name.startswith("server/")}
-    for name in federation.store.tensors:
-        federation.store.tensors[name].copy_(tensors[f"client/{name}"])
-    best.round, best.score = facts["best_round"], facts["best_score"]
-    best.ranks = {name.removeprefix("best/"): value.cpu().numpy() for name, value in tensors.items() if name.startswith("best/")}
+    facts = state.facts
+    try:
+        tensors = state.tensors(federation.engine.device)
+        federation.set_state(tensors)
+        federation.round, federation.bytes_up, federation.bytes_down = facts["round"], facts["bytes_up"], facts["bytes_down"]
+        federation.visits = tensors["visits"].cpu().numpy().copy()
+        best.round, best.score = facts["best_round"], facts["best_score"]
+        best.ranks = {name: value.cpu().numpy() for name, value in beginning(tensors, "best/").items()}
+        best.state = beginning(tensors, "best_state/")
+    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise FedbenchError(
+            f"{state.path} does not fit this run ({' '.join(str(error).split())}); start again with another --out"
+        ) from None
     log.info("going on after round %d", federation.round)
+
+
+def beginning(tensors: Tensors, prefix: str) -> Tensors:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def copied(tensors: Tensors) -> Tensors:
+    return {name: value.clone() for name, value in tensors.items()}
+
+
+def keeps_best(federation: Federation, config: RunConfig) -> bool:
+    """Whether the reported round's state is copied while the run goes on."""
+    size = sum(value.numel() * value.element_size() for value in federation.state().values())
+    return not config.refit and (config.keep_state == "best" or (config.keep_state == "auto" and size <= KEEP_BEST_BYTES))
+
+
+def keep_model(out: Path, federation: Federation, best: Best, config: RunConfig) -> None:
+    """Write the state that the finished run keeps, and say which it is; after a refit, the refitted one."""
+    if config.keep_state == "none":
+        return
+    checkpoint.prune(out, keep=1)
+    round_, state = (best.round, best.state) if best.state else (federation.round, federation.state())
+    size = checkpoint.save(out, checkpoint.MODEL, state_facts(federation, config) | {"round": round_, "best_round": best.round}, state)
+    hint = "" if round_ == best.round else f", not of the reported round {best.round}: --keep-state best keeps that"
+    log.info("kept: the state of round %d (%s)%s", round_, human(size), hint)

@@ -80,8 +80,9 @@ class RunLog:
         config = plain(config)
         try:
             out.mkdir(parents=True, exist_ok=True)
-            with open(out / "config.json", "w" if resume else "x", encoding="utf-8") as file:
-                file.write(_json(config))
+            if not resume and (out / "config.json").exists():
+                raise FileExistsError
+            _write_json(out / "config.json", config)
             earlier = _read_json(out / "env.json").get("mlflow_run_id") if resume else None
             env = environment()
             _write_json(out / "env.json", {**env, "mlflow_run_id": earlier} if earlier else env)

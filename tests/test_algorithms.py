@@ -21,7 +21,7 @@ from algorithms.fedmf import FedMF
 from algorithms.local import Local
 from algorithms.popularity import Popularity
 from algorithms.random_scores import Random
-from fedbench import run
+from fedbench import checkpoint, run
 from fedbench.aggregate import Rows
 from fedbench.algorithm import Algorithm, Tensors, World
 from fedbench.config import RunConfig
@@ -202,7 +202,9 @@ class AlgorithmTests:
             federation.next_round()
             federation.next_round()
         run.save(tmp_path, stopped, Best(), config)
-        run.restore(tmp_path, fresh, Best())
+        state = checkpoint.newest(tmp_path)
+        assert state is not None
+        run.restore(state, fresh, Best())
         expected, found = steady.next_round(), fresh.next_round()
         assert fresh.round == 3 and (fresh.visits == steady.visits).all()
         assert (fresh.bytes_up, fresh.bytes_down) == (steady.bytes_up, steady.bytes_down)

@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from fedbench import cli, run, tracking
+from fedbench import checkpoint, cli, run, tracking
 from fedbench.config import resolve
 from fedbench.engine import Engine
 
@@ -53,7 +53,7 @@ def test_the_folder_alone_suffices(tmp_path: Path) -> None:
     files = {str(path.relative_to(tmp_path / "r")) for path in (tmp_path / "r").rglob("*") if path.is_file()}
     assert files == {
         *("config.json", "env.json", "metrics.jsonl", "per_client.parquet", "log.txt", "summary.json"),
-        *("checkpoint/state.json", "checkpoint/state.safetensors", "figures/convergence.png", "figures/distribution.png"),
+        *("checkpoint/model.json", "checkpoint/model.safetensors", "figures/convergence.png", "figures/distribution.png"),
     }
     summary = summary_of(tmp_path / "r")
     assert summary == tracking.plain(returned)
@@ -290,13 +290,17 @@ def test_resume_refuses_another_configuration(tmp_path: Path, monkeypatch: pytes
         interrupting(patch, when=2)
         assert cli.main([*FEDMF.split(), "--out", str(tmp_path / "r")]) == 130
     before = {name: (tmp_path / "r" / name).read_text() for name in ("config.json", "env.json", "metrics.jsonl", "log.txt")}
-    for words, says in (("--seed 1", "another config"), ("--interactions 13", "another config")):
+    for words, says in (
+        ("--seed 1", "that run has --seed 0, here it is 1"),
+        ("--interactions 13", "that run has --interactions 12, here it is 13"),
+        ("--min-interactions 6", "that run has --min-interactions 5, here it is 6"),
+    ):
         assert cli.main([*FEDMF.split(), *words.split(), "--resume", str(tmp_path / "r")]) == 2
         assert says in capsys.readouterr().err
     assert {name: (tmp_path / "r" / name).read_text() for name in before} == before
     (tmp_path / "empty").mkdir()
     assert cli.main([*FEDMF.split(), "--resume", str(tmp_path / "empty")]) == 2
-    assert "no checkpoint there" in capsys.readouterr().err
+    assert "no run and no checkpoint there" in capsys.readouterr().err
 
 
 def test_ctrl_c_in_a_real_process(tmp_path: Path) -> None:
@@ -316,8 +320,8 @@ def test_ctrl_c_in_a_real_process(tmp_path: Path) -> None:
         process.kill()
     assert process.returncode == 130, err.decode()
     assert b"fedbench: error: interrupted" in err and b"Traceback" not in err and b"--resume" in err
-    state = json.loads((tmp_path / "r" / "checkpoint" / "state.json").read_text())
-    assert 5 <= state["round"] < 250 and state["round"] == len(lines_of(tmp_path / "r"))
+    (saved,) = checkpoint.rounds(tmp_path / "r")
+    assert 5 <= saved < 250 and saved == len(lines_of(tmp_path / "r"))
     found = carry_out(f"{words} --resume {tmp_path / 'r'}", tmp_path / "r")
     assert result(found) == result(carry_out(words, tmp_path / "steady"))
 
