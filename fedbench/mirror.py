@@ -28,7 +28,9 @@ LOCAL_UI = "http://127.0.0.1:5000"
 CHARTS = "#/experiments/{}/runs?workflowType=machine_learning&compareRunsMode=CHART"
 BATCH_METRICS, BATCH_PARAMS, PARAM_LENGTH, TAG_LENGTH = 1000, 100, 6000, 8000
 """what MLflow takes in one log_batch call, and the longest value of a param and of a tag"""
-FINAL = ("best/", "summary/", "refit/")
+ROUNDS = {"metrics.jsonl": "", "refit.jsonl": "refit/"}
+"""files with a line a round, and what their names begin with in MLflow"""
+FINAL = ("best/", "summary/", "refit/test/")
 """metrics of a whole run, not of a round"""
 
 
@@ -38,11 +40,11 @@ class Copy:
     def __init__(self, order: dict[str, Any]) -> None:
         from mlflow.entities import Param
 
-        self.metrics_file = Path(order["out"]) / "metrics.jsonl"
+        self.out = Path(order["out"])
         self.client, experiment_id = open_store(order["experiment"])
         mark_stale(self.client, experiment_id)
         self.link = f"{ui_address(tracking_uri())}/{CHARTS.format(experiment_id)}"
-        self.sent, self.complete = 0, False
+        self.sent, self.complete = dict.fromkeys(ROUNDS, 0), False
         self._waiting: list[tuple[int, int, dict[str, float]]] = []
         tags = {key: str(value)[:TAG_LENGTH] for key, value in order["tags"].items()}
         earlier = self._earlier(order["resumes"], experiment_id) if order["resumes"] else None
@@ -67,24 +69,27 @@ class Copy:
             return None
         if run.info.experiment_id != experiment_id or run.info.lifecycle_stage != "active":
             return None
-        keys = [key for key in run.data.metrics if not key.startswith(FINAL)]
-        self.sent = max((point.step for key in keys for point in self.client.get_metric_history(run_id, key)), default=0)
+        for key in run.data.metrics:
+            if not key.startswith(FINAL):
+                file = "refit.jsonl" if key.startswith("refit/") else "metrics.jsonl"
+                self.sent[file] = max(self.sent[file], *(point.step for point in self.client.get_metric_history(run_id, key)))
         self.complete = run.info.status == "FINISHED"
         return run_id
 
     def flush(self) -> None:
-        """Send the rounds that metrics.jsonl holds and MLflow does not."""
-        for line in read_lines(self.metrics_file):
-            if line["round"] > self.sent:
-                self._add(line)
-                self.sent = line["round"]
+        """Send the rounds that the folder holds and MLflow does not."""
+        for name, prefix in ROUNDS.items():
+            for line in read_lines(self.out / name):
+                if line["round"] > self.sent[name]:
+                    self._add(line["round"], line, prefix)
+                    self.sent[name] = line["round"]
         self._send()
 
-    def _add(self, line: dict[str, Any]) -> None:
-        numbers = {name_of(key): float(value) for key, value in line.items() if key != "round" and isinstance(value, int | float)}
+    def _add(self, step: int, line: dict[str, Any], prefix: str = "") -> None:
+        numbers = {name_of(prefix + key): float(value) for key, value in line.items() if key != "round" and isinstance(value, int | float)}
         if sum(len(row) for *_, row in self._waiting) + len(numbers) > BATCH_METRICS:
             self._send()
-        self._waiting.append((int(time.time() * 1000), line["round"], numbers))
+        self._waiting.append((int(time.time() * 1000), step, numbers))
 
     def _send(self) -> None:
         """One batch; a round is never cut in two, so that MLflow has all of it or nothing."""
@@ -98,7 +103,7 @@ class Copy:
     def end(self, status: str, final: dict[str, float], files: list[str]) -> None:
         self.flush()
         if final and not self.complete:
-            self._add({**final, "round": self.sent})
+            self._add(self.sent["metrics.jsonl"], final)
             self._send()
         # before the files: a store that takes no artifacts still has a finished run
         self.client.set_terminated(self.run_id, status)

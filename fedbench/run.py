@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from fedbench import checkpoint, registry
+from fedbench import checkpoint, mirror, registry
 from fedbench.algorithm import Algorithm, Tensors, World
 from fedbench.config import RunConfig, read_config
 from fedbench.data import Interactions
@@ -31,7 +31,7 @@ from fedbench.lock import claimed
 from fedbench.protocol import Protocol
 from fedbench.results import Best, final_table, human, peak_rss_mb, per_client, refit_summary, summarise
 from fedbench.split import Split, split
-from fedbench.tracking import RunLog, read_metrics, setup_logging
+from fedbench.tracking import RunLog, setup_logging
 
 log = logging.getLogger("fedbench")
 
@@ -87,7 +87,7 @@ def carry_out(
         elif resume:
             log.warning("no checkpoint of the run in %s; it begins again", out)
         train(federation, best, run_log, config, out)
-        seconds = [line["seconds"] for line in read_metrics(out / "metrics.jsonl")]
+        seconds = [line["seconds"] for line in mirror.read_lines(out / "metrics.jsonl")]
         summary = summarise(config, dataset, federation, best, seconds, device)
         refitted = None
         if config.refit:

@@ -138,13 +138,9 @@ class RunLog:
 
     def refit_round(self, metrics: dict[str, float]) -> None:
         """One line of refit.jsonl; in MLflow the same names under refit/."""
-        started = time.perf_counter()
         line = plain(metrics)
         with (self.out / "refit.jsonl").open("w" if line["round"] == 1 else "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        if self._mirror:
-            self._mirror.add({"round": line["round"], **{f"refit/{key}": value for key, value in line.items() if key != "round"}})
-        self.tracking_seconds += time.perf_counter() - started
 
     def finish(self, summary: dict[str, Any], per_client: pd.DataFrame) -> None:
         """Write per_client.parquet, the figures and, last and atomically, summary.json; then complete the MLflow run."""

@@ -165,6 +165,7 @@ def test_mlflow_holds_what_the_folder_holds(tmp_path: Path, client: Any, capfd: 
     log = start(tmp_path, mlflow=True)
     for number in (1, 2, 3):
         log.round(line(number))
+    log.refit_round({"round": 1, "loss": 0.5})
     log.finish(SUMMARY, CLIENTS)
     assert capfd.readouterr().err == ""
     run = client.get_run(log.run_id)
@@ -173,6 +174,7 @@ def test_mlflow_holds_what_the_folder_holds(tmp_path: Path, client: Any, capfd: 
     assert {place: value for place, value in stored.items() if "/" not in place[0] or place[0] == "val/ndcg_10"} == {
         place: value for place, value in expected.items() if place[0] != "round"
     }
+    assert stored["refit/loss", 1] == 0.5
     final = {key: value for key, value in run.data.metrics.items() if key.startswith(("best/", "summary/"))}
     assert final == {
         "best/val/hr_10": 0.5,
