@@ -35,10 +35,11 @@ CHOICES = {
     "dtype": ("float32", "float64"),
     "kernel": ("auto", "off"),
     "keep_state": ("auto", "best", "last", "none"),
+    "budget": ("rounds", "visits", "bytes"),
 }
 AT_LEAST = {
     **dict.fromkeys(("rounds", "clients_per_round", "local_epochs", "batch_size", "dim", "eval_negatives"), 1),
-    **dict.fromkeys(("users", "items", "interactions", "threads", "block_rows", "eval_every"), 1),
+    **dict.fromkeys(("users", "items", "interactions", "threads", "block_rows", "eval_every", "budget_value"), 1),
     **dict.fromkeys(("negatives", "stop_below", "min_interactions", "seed", "split_seed", "data_seed"), 0),
 }
 OR_NUMBER = ("checkpoint_every",)
@@ -71,6 +72,10 @@ class RunConfig:
     """seed of everything but the split"""
     refit: bool = False
     """train once more for the chosen number of rounds with the validation items in training; reported beside the strict result"""
+    budget: str = "rounds"
+    """what --budget-value counts: rounds, visits (clients a round, summed) or bytes (up and down)"""
+    budget_value: int | None = None
+    """the run ends with the round that reaches it, however many rounds that takes; --rounds ends the run if not given"""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1 or mps"""
     dtype: str = "float32"
@@ -102,11 +107,17 @@ class RunConfig:
     debug: bool = False
     """show tracebacks and debug messages"""
 
+    @property
+    def limit(self) -> int:
+        """How much of its budget a run may use."""
+        return self.algorithm.rounds if self.budget_value is None else self.budget_value
+
     def to_dict(self) -> dict[str, Any]:
         """Every flag's value, flat and ready for JSON; `--config` reads it back."""
         own = {**_values(self), "protocol": self.protocol.name}
         parts = {**_values(self.protocol), **_values(self.data), **_values(self.algorithm)}
         hidden = ("algorithm", "data", "name", "ncf", *(() if self.dataset == "synthetic" else SYNTHETIC))
+        hidden += () if self.budget_value is None else ("rounds",)
         return {key: _plain(value) for key, value in {**own, **parts}.items() if key not in hidden}
 
     def identity(self) -> dict[str, Any]:
@@ -114,9 +125,12 @@ class RunConfig:
         values = {key: value for key, value in self.to_dict().items() if key not in NOT_HASHED}
         return values | {"algo": _identity(self.algo), "dataset": _identity(self.dataset)}
 
+    def digest(self) -> str:
+        """64 hex digits of the identity."""
+        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
+
     def hash8(self) -> str:
-        """8 hex digits of the identity."""
-        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()[:8]
+        return self.digest()[:8]
 
 
 class Request(NamedTuple):
@@ -257,6 +271,8 @@ def parse(argv: Sequence[str]) -> Request:
 
 
 def _configs(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[str, Any]) -> list[RunConfig]:
+    if "rounds" in on_line and on_line.get("budget_value") is not None:
+        raise UsageError("--rounds and --budget-value both say when the run ends; use one of them")
     from_file = _without_overruled(cls, on_line, from_file)
     said = {**from_file, **on_line}
     preset = PRESETS[said.get("protocol", "clean")]
@@ -277,9 +293,9 @@ def _configs(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[str,
 
 
 def _without_overruled(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[str, Any]) -> dict[str, Any]:
-    """The file's values, less those that hang on a preset or recipe of the file which the command line replaces by another."""
+    """The file's values, less those that hang on a preset, recipe or budget of the file which the command line replaces by another."""
     kept = dict(from_file)
-    dropped: set[str] = set()
+    dropped: set[str] = {"budget", "budget_value"} if "rounds" in on_line else {"rounds"} if "budget_value" in on_line else set()
     if "protocol" in on_line and from_file.get("protocol", on_line["protocol"]) != on_line["protocol"]:
         dropped |= {"recipe", *(field.name for field in dataclasses.fields(Protocol))}
         kept["protocol"] = on_line["protocol"]
@@ -333,6 +349,8 @@ def _check(config: RunConfig) -> None:
         raise UsageError(f"--resume must be auto, never or the folder of a run; there is no folder {config.resume!r}")
     if config.refit and config.protocol.select_on == "test":
         raise UsageError("--refit trains for the rounds that validation chose, but --select-on test chooses on test; drop one of them")
+    if config.budget != "rounds" and config.budget_value is None:
+        raise UsageError(f"--budget {config.budget} needs --budget-value: how many {config.budget} a run may use")
     for key in SYNTHETIC:
         if config.dataset != "synthetic" and getattr(config.data, key) != getattr(DatasetOptions, key):
             raise UsageError(f"--{key.replace('_', '-')} is for --dataset synthetic; {config.dataset} would ignore it")
@@ -372,7 +390,7 @@ def flag_groups(cls: type[Algorithm] | None) -> dict[str, list[Flag]]:
     trained = _flags(cls or Algorithm, (cls or Algorithm).choices)
     groups = {
         "run": [run[key] for key in ("algo", "dataset", "protocol", "recipe", "seed")] + [seeds, run["refit"]],
-        "training": [flag for flag in trained if flag.key in shared],
+        "training": [flag for flag in trained if flag.key in shared] + [run["budget"], run["budget_value"]],
     }
     if cls is not None:
         groups[f"{cls.name}: {cls.summary}"] = [flag for flag in trained if flag.key not in shared]

@@ -84,6 +84,10 @@ class Federation:
             tensor.copy_(_of_shape(state[f"client/{name}"], tensor))
         self.server = {name.removeprefix("server/"): value for name, value in state.items() if name.startswith("server/")}
 
+    def spent(self, unit: str) -> int:
+        """How much of a budget in rounds, visits or bytes is used."""
+        return {"rounds": self.round, "visits": int(self.visits.sum()), "bytes": self.bytes_up + self.bytes_down}[unit]
+
     def sampled_ranks(self) -> dict[str, np.ndarray]:
         return self.evaluator.sampled_ranks(self.store, self.algorithm.answer(self.server))
 

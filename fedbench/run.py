@@ -121,20 +121,27 @@ def prepare(name: str, protocol: Protocol, options: Any) -> tuple[Split, Interac
 
 def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig, out: Path) -> None:
     """All rounds that are left."""
-    rounds, cadence = federation.algorithm.rounds, checkpoint.Cadence.of(config.checkpoint_every)
+    limit, unit = config.limit, config.budget
+    cadence = checkpoint.Cadence.of(config.checkpoint_every)
     keep_best = keeps_best(federation, config)
     if keep_best and best.round == federation.round:
         best.state = copied(federation.state())
     which, metric = SELECT[federation.split.protocol.select_on]
-    bar = tqdm(total=rounds, initial=federation.round, desc=config.algo, unit="round", disable=config.quiet, dynamic_ncols=True)
+    spent = federation.spent(unit)
+    bar = tqdm(
+        total=limit, initial=spent, desc=config.algo, unit=unit[:-1], unit_scale=unit == "bytes", disable=config.quiet, dynamic_ncols=True
+    )
     with bar, interrupts_between_rounds() as interrupted:
-        while federation.round < rounds:
+        while spent < limit:
             started = time.perf_counter()
             result = federation.next_round()
+            before, spent = spent, federation.spent(unit)
+            if spent == 0:
+                raise UsageError(f"--budget {unit}: {config.algo} uses none, so no budget would end it; use --rounds")
             line: dict[str, float] = {"round": federation.round}
             if result.updates:
                 line["loss"] = float(result.loss.mean())
-            if federation.round % config.eval_every == 0 or federation.round == rounds:
+            if federation.round % config.eval_every == 0 or spent >= limit:
                 ranks = federation.sampled_ranks()
                 scores = {name: ranking_metrics(rank) for name, rank in ranks.items()}
                 line |= {f"{name}/{key}": value for name, metrics in scores.items() for key, value in metrics.items()}
@@ -151,12 +158,12 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
             line |= {"bytes_up": federation.bytes_up, "bytes_down": federation.bytes_down}
             line |= {"client_visits": int(federation.visits.sum())}
             run_log.round(line)
-            bar.update()
+            bar.update(min(spent, limit) - before)
             if interrupted():
                 log.warning("interrupted after round %d; go on with --resume %s", federation.round, out)
                 save(out, federation, best, config)
                 raise KeyboardInterrupt
-            if cadence.due(federation.round) and federation.round < rounds:
+            if cadence.due(federation.round) and spent < limit:
                 started = time.perf_counter()
                 save(out, federation, best, config)
                 cadence.saved(time.perf_counter() - started)

@@ -193,6 +193,20 @@ def test_the_hash_is_of_what_determines_the_result(args: list[str], tiny: str, t
     assert resolve(["--algo", str(moved), *args[2:]]).hash8() != same
 
 
+def test_rounds_or_a_budget(args: list[str], fails: Fails, tmp_path: Path) -> None:
+    budget = resolve([*args, "--budget", "visits", "--budget-value", "90"])
+    assert (budget.limit, resolve([*args, "--rounds", "7"]).limit) == (90, 7)
+    assert "rounds" not in budget.to_dict()
+    file = written(tmp_path, json.dumps(budget.to_dict()))
+    assert resolve(["--config", file]).digest() == budget.digest()
+    assert resolve(["--config", file, "--rounds", "7"]).limit == 7
+    assert fails(*args, "--rounds", "7", "--budget-value", "3").endswith(
+        "--rounds and --budget-value both say when the run ends; use one of them\n"
+    )
+    assert "--budget bytes needs --budget-value" in fails(*args, "--budget", "bytes")
+    assert "--budget must be one of rounds, visits, bytes" in fails(*args, "--budget", "hours")
+
+
 def test_an_alias_becomes_the_name(tiny: str) -> None:
     aliases = {alias: name for name, entry in registry.datasets().items() for alias in entry.aliases}
     for alias, name in aliases.items():

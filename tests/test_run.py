@@ -117,6 +117,18 @@ def test_evaluates_every_so_often_and_in_the_last_round(tmp_path: Path) -> None:
     assert evaluated == [2, 4, 5] and summary["best_round"] in evaluated
 
 
+def test_a_budget_ends_the_run_with_the_round_that_reaches_it(tmp_path: Path) -> None:
+    words = FEDMF.replace(" --rounds 3", " -n 20 --eval-every 100")
+    visits = carry_out(f"{words} --budget visits --budget-value 90", tmp_path / "v")
+    assert (visits["rounds"], visits["client_visits"], visits["best_round"]) == (5, 100, 5)
+    used = [line["bytes_up"] + line["bytes_down"] for line in lines_of(tmp_path / "v")]
+    enough = carry_out(f"{words} --budget bytes --budget-value {used[2]}", tmp_path / "b")
+    assert enough["rounds"] == 3 and lines_of(tmp_path / "b")[-1]["bytes_up"] + enough["bytes_down"] == used[2]
+    assert carry_out(f"{words} --budget bytes --budget-value {used[2] + 1}", tmp_path / "c")["rounds"] == 4
+    again = run.run(resolve(["--config", str(tmp_path / "v" / "config.json"), "--out", str(tmp_path / "d")]))
+    assert result(again) == result(visits)
+
+
 def test_a_published_run_says_that_it_leaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = f"--algo fedem {DATA} --protocol published --rounds 2 -e 1 --dim 8 --adapter 16,8,1 --no-mlflow --quiet"
     summary = carry_out(words, tmp_path / "r")
@@ -234,6 +246,12 @@ def test_what_cannot_run_ends_in_one_line(
     out, err = capsys.readouterr()
     assert out == "" and says in err and "Traceback" not in err
     assert sum(line.startswith("fedbench: error: ") for line in err.splitlines()) == 1
+
+
+def test_a_budget_that_is_never_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"--algo random {DATA} --no-mlflow --quiet --budget bytes --budget-value 1"
+    assert cli.main([*words.split(), "--out", str(tmp_path / "r")]) == 2
+    assert "--budget bytes: random uses none" in capsys.readouterr().err
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
