@@ -32,6 +32,9 @@ class World:
 
     clients: int
     items: int
+    rating_min: float = 0.0
+    """the rating scale"""
+    rating_max: float = 1.0
 
 
 class Batch(NamedTuple):
@@ -40,9 +43,18 @@ class Batch(NamedTuple):
     items: Tensor
     """[B] index into the rows that the client holds"""
     label: Tensor
-    """[B] 1 for an interaction, 0 for a negative (or the rating)"""
+    """[B] 1 for an interaction, 0 for a negative; on a rating split the rating, or what `Algorithm.extra` says of an item without one"""
     weight: Tensor
     """[B] 1 for a sample, 0 for padding"""
+
+
+class Extra(NamedTuple):
+    """Items outside its training items that a client adds to its samples of a round."""
+
+    each: int
+    """so many for each training item"""
+    rating: str = "mean"
+    """the label they get on a rating split: mean (the client's mean rating) or unknown (not a number: the loss knows what to do)"""
 
 
 class Phase(NamedTuple):
@@ -101,6 +113,19 @@ class Algorithm:
     """what `--recipe published` sets: the paper's own switches and hyper-parameters"""
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"sampling": ("uniform", "queue")}
     """allowed words of the fields that take one; subclasses add theirs with `{**Algorithm.choices, ...}`"""
+    rating_split: ClassVar[str] = "kfold"
+    """what `--split auto` means where the algorithm predicts ratings"""
+    reconstructs: ClassVar[bool] = False
+    """clients keep nothing: before it is scored, a client rebuilds what it needs from its own training items by `reconstruct`"""
+
+    @property
+    def predicts_ratings(self) -> bool:
+        """With these flags `score` is a rating, on the data's scale, and not only an order of items."""
+        return False
+
+    def extra(self, when: int) -> Extra:
+        """What a client adds to its training items in round `when`."""
+        return Extra(0 if self.predicts_ratings else self.negatives)
 
     def check(self, world: World | None = None) -> None:
         """Raise UsageError for values that make no sense. Called with no world before the data is loaded, with it afterwards."""
@@ -148,8 +173,12 @@ class Algorithm:
         """
         return {}
 
+    def reconstruct(self, own: Tensors, sent: Tensors, batch: Batch) -> Tensors:
+        """What `score` is given as `own`, from the client's training items and ratings (its support half on the users split)."""
+        return own
+
     def score(self, own: Tensors, sent: Tensors) -> Tensor:
-        """[K] the client's score for each of the K item rows it is given; higher is better."""
+        """[K] the client's score for each of the K item rows it is given: higher is better, or the predicted rating."""
         raise NotImplementedError
 
     def travels_whole(self, world: World) -> Mapping[str, int]:

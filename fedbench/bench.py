@@ -14,7 +14,6 @@ from fedbench.draw import Draw
 from fedbench.errors import FedbenchError
 from fedbench.federation import Federation
 from fedbench.run import check_cohort, choose_device, prepare, set_threads
-from fedbench.split import cohort_of, sample_round
 from fedbench.tracking import setup_logging
 
 WARM_ROUNDS = 2
@@ -56,10 +55,9 @@ def measure(run: config.RunConfig) -> dict[str, Any]:
     federation = Federation.start(algorithm, split, run.seed, choose_device(run.device), dtype, **engine)
     for _ in range(WARM_ROUNDS):
         federation.next_round()
-        federation.sampled_ranks()
+        federation.outcome()
     when = federation.round + 1
-    cohort = cohort_of(when, split.clients, algorithm.clients_per_round or split.clients, algorithm.sampling, run.seed)
-    samples = sample_round(split, cohort, algorithm.negatives, run.seed, when)
+    samples = federation.samples(when)
     start = {name: tensor.clone() for name, tensor in federation.store.tensors.items()}
     batched, loop, updates = [], [], 0
     world = federation.engine.world
@@ -81,7 +79,7 @@ def measure(run: config.RunConfig) -> dict[str, Any]:
         "algo": run.algo,
         "dataset": data.name,
         "protocol": split.protocol.name,
-        "clients": len(cohort),
+        "clients": len(samples.clients),
         "samples": len(samples.label) * algorithm.local_epochs,
         "threads": threads,
         "batched": min(batched),
@@ -96,22 +94,22 @@ def measure(run: config.RunConfig) -> dict[str, Any]:
 
 def full_round(federation: Federation, dtype: torch.dtype) -> dict[str, float]:
     """Seconds of each part of a whole round, the best of several."""
-    a, split, engine = federation.algorithm, federation.split, federation.engine
+    a, engine = federation.algorithm, federation.engine
     rounds = []
     for _ in range(REPEATS):
         federation.round += 1
         when = federation.round
         clock = [time.perf_counter()]
-        cohort = cohort_of(when, split.clients, a.clients_per_round or split.clients, a.sampling, federation.seed)
-        samples = sample_round(split, cohort, a.negatives, federation.seed, when)
+        samples = federation.samples(when)
         clock.append(time.perf_counter())
         result = engine.run_cohort(federation.server, federation.store, samples, when)
         clock.append(time.perf_counter())
         federation.server = a.aggregate(federation.server, result.uploads, Draw(federation.seed, when, None, dtype, engine.device))
         clock.append(time.perf_counter())
-        federation.sampled_ranks()
+        federation.outcome()
         clock.append(time.perf_counter())
-        federation.full_ranks()
+        if not federation.split.held:
+            federation.full_ranks()
         clock.append(time.perf_counter())
         rounds.append(np.diff(clock))
     best = min(rounds, key=lambda seconds: float(seconds[:4].sum()))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import select
-import statistics
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from fedbench import registry
 from fedbench.errors import FedbenchError, UsageError
@@ -18,7 +16,7 @@ Command = Callable[[list[str]], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`train.py`: one run, or one a seed."""
+    """`train.py`: one run, or one a seed and fold."""
     return guard(train, list(sys.argv[1:] if argv is None else argv))
 
 
@@ -33,11 +31,12 @@ def train(argv: list[str]) -> int:
         shown = [run.to_dict() for run in request.configs]
         print(json.dumps(shown[0] if len(shown) == 1 else shown, indent=2))
     else:
-        from fedbench.run import run
+        from fedbench.run import run, run_several
 
-        summaries = [run(one) for one in request.configs]
-        if len(summaries) > 1:
-            print(over_seeds(summaries))
+        if len(request.configs) == 1:
+            run(request.configs[0])
+        else:
+            run_several(request.configs, request.out)
     return 0
 
 
@@ -76,24 +75,6 @@ def listing() -> str:
         rows.append((f"  {name}", entry.summary + also))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {summary}".rstrip() for name, summary in rows)
-
-
-def over_seeds(summaries: Sequence[dict[str, Any]]) -> str:
-    """Mean and sample standard deviation of each test metric over runs that differ in the seed alone."""
-    first = summaries[0]
-    leaky = " LEAKY" if any(summary.get("leaky") for summary in summaries) else ""
-    seeds = ", ".join(str(summary["seed"]) for summary in summaries)
-    lines = [f"{first['algo']} on {first['dataset']}, protocol {first['protocol']}{leaky}, test over seeds {seeds}:"]
-    tests = {"": [summary["test"] for summary in summaries]}
-    if all("refit" in summary for summary in summaries):
-        tests["refit "] = [summary["refit"]["test"] for summary in summaries]
-    width = 16 + max(map(len, tests))
-    for prefix, metrics in tests.items():
-        for name in metrics[0]:
-            values = [each.get(name) for each in metrics]
-            if all(isinstance(value, int | float) for value in values):
-                lines.append(f"  {prefix + name:<{width}} {statistics.mean(values):.4f} ± {statistics.stdev(values):.4f}")
-    return "\n".join(lines)
 
 
 def guard(command: Command, argv: list[str]) -> int:

@@ -40,7 +40,8 @@ CHOICES = {
 AT_LEAST = {
     **dict.fromkeys(("rounds", "clients_per_round", "local_epochs", "batch_size", "dim", "eval_negatives"), 1),
     **dict.fromkeys(("users", "items", "interactions", "threads", "block_rows", "eval_every", "budget_value"), 1),
-    **dict.fromkeys(("negatives", "stop_below", "min_interactions", "seed", "split_seed", "data_seed"), 0),
+    **dict.fromkeys(("negatives", "stop_below", "min_interactions", "seed", "split_seed", "data_seed", "fold"), 0),
+    "folds": 2,
 }
 OR_NUMBER = ("checkpoint_every",)
 """words that may be a number in a config file"""
@@ -116,7 +117,8 @@ class RunConfig:
         """Every flag's value, flat and ready for JSON; `--config` reads it back."""
         own = {**_values(self), "protocol": self.protocol.name}
         parts = {**_values(self.protocol), **_values(self.data), **_values(self.algorithm)}
-        hidden = ("algorithm", "data", "name", "ncf", *(() if self.dataset == "synthetic" else SYNTHETIC))
+        folds = () if self.protocol.split == "kfold" else protocols.FOLD_FIELDS
+        hidden = ("algorithm", "data", "name", "ncf", *(() if self.dataset == "synthetic" else SYNTHETIC), *folds)
         hidden += () if self.budget_value is None else ("rounds",)
         return {key: _plain(value) for key, value in {**own, **parts}.items() if key not in hidden}
 
@@ -137,9 +139,11 @@ class Request(NamedTuple):
     """What the command line asks for."""
 
     configs: list[RunConfig]
-    """one a seed; empty with --list"""
+    """one a seed and fold; empty with --list"""
     list: bool
     print_config: bool
+    out: Path | None = None
+    """the folder that all of them are below, if one was named"""
 
 
 @dataclass(frozen=True)
@@ -240,7 +244,7 @@ def resolve(argv: Sequence[str]) -> RunConfig:
     """The one run that the command line describes."""
     configs = parse(argv).configs
     if len(configs) != 1:
-        raise UsageError(f"expected one run, but --seeds names {len(configs)}; use --seed")
+        raise UsageError(f"expected one run, but the flags name {len(configs)}; use --seed, and --fold if folds are tested")
     return configs[0]
 
 
@@ -267,7 +271,8 @@ def parse(argv: Sequence[str]) -> Request:
         raise UsageError("--algo is missing: name an algorithm (python train.py --list shows them) or a path to a .py file")
     if "dataset" not in on_line | from_file:
         raise UsageError("--dataset is missing: name a dataset (python train.py --list shows them) or a path to a .csv file")
-    return Request(_configs(cls, on_line, from_file), list=False, print_config=given.print_config)
+    out = on_line.get("out", from_file.get("out"))
+    return Request(_configs(cls, on_line, from_file), list=False, print_config=given.print_config, out=out)
 
 
 def _configs(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[str, Any]) -> list[RunConfig]:
@@ -283,13 +288,15 @@ def _configs(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[str,
     data = DatasetOptions(**_fields_said(DatasetOptions, said), ncf="ncf" in (protocol.split, protocol.candidates))
     algorithm = cls(**_fields_said(cls, said))
     algorithm.check(None)
+    if protocol.split == "auto" and algorithm.predicts_ratings:
+        protocol = dataclasses.replace(protocol, split=algorithm.rating_split)
 
     rest = {key: value for key, value in said.items() if key in {field.name for field in dataclasses.fields(RunConfig)}}
     rest |= {"algorithm": algorithm, "data": data, "protocol": protocol, "recipe": recipe}
     rest["dataset"] = registry.dataset_name(said["dataset"])
     config = RunConfig(**rest)
     _check(config)
-    return _one_a_seed(config, _seeds(on_line) or _seeds(from_file) or (0,))
+    return _one_a_seed_and_fold(config, _seeds(on_line) or _seeds(from_file) or (0,))
 
 
 def _without_overruled(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[str, Any]) -> dict[str, Any]:
@@ -330,12 +337,28 @@ def _seeds(said: Mapping[str, Any]) -> tuple[int, ...]:
     return (said["seed"],) if "seed" in said else said.get("seeds", ())
 
 
-def _one_a_seed(config: RunConfig, seeds: tuple[int, ...]) -> list[RunConfig]:
-    if len(seeds) == 1:
-        return [dataclasses.replace(config, seed=seeds[0])]
+def _one_a_seed_and_fold(config: RunConfig, seeds: tuple[int, ...]) -> list[RunConfig]:
+    protocol = config.protocol
+    folds = range(protocol.folds) if protocol.split == "kfold" and protocol.fold is None else (protocol.fold,)
+    configs = [
+        dataclasses.replace(config, seed=seed, protocol=dataclasses.replace(protocol, fold=fold)) for seed in seeds for fold in folds
+    ]
+    if len(configs) == 1:
+        return configs
     if config.resume not in ("auto", "never"):
-        raise UsageError("--resume PATH goes on with one run; with --seeds use --resume auto and --out")
-    return [dataclasses.replace(config, seed=seed, out=config.out and config.out / f"seed-{seed}") for seed in seeds]
+        raise UsageError("--resume PATH goes on with one run; for several seeds or folds use --resume auto and --out")
+    return configs if config.out is None else placed(configs, config.out)
+
+
+def placed(configs: Sequence[RunConfig], parent: Path) -> list[RunConfig]:
+    """Each of several runs in a folder of its own: parent/seed-K, parent/fold-K or parent/seed-K/fold-K."""
+    seeds, folds = {config.seed for config in configs}, {config.protocol.fold for config in configs}
+
+    def place(config: RunConfig) -> Path:
+        by_seed = parent / f"seed-{config.seed}" if len(seeds) > 1 else parent
+        return by_seed / f"fold-{config.protocol.fold}" if len(folds) > 1 else by_seed
+
+    return [dataclasses.replace(config, out=place(config)) for config in configs]
 
 
 def _check(config: RunConfig) -> None:
@@ -347,13 +370,36 @@ def _check(config: RunConfig) -> None:
         raise UsageError(f"--out {config.out}: is a file; name a folder")
     if config.resume not in ("auto", "never") and not os.path.isdir(config.resume):
         raise UsageError(f"--resume must be auto, never or the folder of a run; there is no folder {config.resume!r}")
-    if config.refit and config.protocol.select_on == "test":
-        raise UsageError("--refit trains for the rounds that validation chose, but --select-on test chooses on test; drop one of them")
+    if config.refit and config.protocol.select_on != "val":
+        on = config.protocol.select_on
+        raise UsageError(f"--refit trains for the rounds that validation chose, but --select-on {on} chooses on {on}; drop one of them")
+    if config.refit and config.protocol.ratings:
+        raise UsageError(f"--refit needs a validation item of each client, and --split {config.protocol.split} has none; drop one of them")
     if config.budget != "rounds" and config.budget_value is None:
         raise UsageError(f"--budget {config.budget} needs --budget-value: how many {config.budget} a run may use")
+    _check_split(config.algo, config.algorithm, config.protocol)
     for key in SYNTHETIC:
         if config.dataset != "synthetic" and getattr(config.data, key) != getattr(DatasetOptions, key):
             raise UsageError(f"--{key.replace('_', '-')} is for --dataset synthetic; {config.dataset} would ignore it")
+
+
+def _check_split(algo: str, algorithm: Algorithm, protocol: Protocol) -> None:
+    """What is held out must be what the algorithm predicts, and fold flags are for folds."""
+    split, words = protocol.split, type(algorithm).choices.get("feedback", ())
+    if protocol.ratings and not algorithm.predicts_ratings:
+        change = "use --feedback explicit" if "explicit" in words else "take an algorithm that predicts ratings"
+        raise UsageError(f"--split {split} holds out ratings and {algo} only ranks; {change}, or use --split auto")
+    if not protocol.ratings and algorithm.predicts_ratings:
+        change = " or --feedback implicit" if "implicit" in words else ""
+        raise UsageError(f"--split {split} holds out items to rank and {algo} predicts ratings; use --split kfold{change}")
+    if split == "users" and not algorithm.reconstructs:
+        raise UsageError(f"--split users tests clients that never took part, and {algo} cannot reconstruct them; use --split kfold")
+    if split != "kfold":
+        for key in protocols.FOLD_FIELDS:
+            if getattr(protocol, key) != getattr(Protocol, key):
+                raise UsageError(f"--{key} is for --split kfold; --split {split} would ignore it")
+    elif protocol.fold is not None and protocol.fold >= protocol.folds:
+        raise UsageError(f"--fold {protocol.fold}: name one of 0 to {protocol.folds - 1}, or raise --folds")
 
 
 def read_seeds(value: object, where: str) -> tuple[int, ...]:

@@ -113,12 +113,12 @@ class Block:
         ptr = np.concatenate([[0], np.cumsum(self.counts)])
         orders(self.stream, ptr, epoch, batch, flat)
         out = np.broadcast_to(np.arange(self.local.shape[1]), self.local.shape).copy()
-        _pad(flat, ptr, np.arange(len(self.counts)), out)
+        pad(flat, ptr, np.arange(len(self.counts)), out)
         return torch.from_numpy(out).to(self.local.device)
 
 
 @njit(parallel=True, cache=True)
-def _pad(values: np.ndarray, ptr: np.ndarray, which: np.ndarray, out: np.ndarray) -> None:
+def pad(values: np.ndarray, ptr: np.ndarray, which: np.ndarray, out: np.ndarray) -> None:
     """out [C, W]: the CSR lists `which`, each at the start of its row; the rest of a row is left as it is."""
     for c in prange(which.size):
         start = ptr[which[c]]
@@ -151,9 +151,9 @@ def pack(samples: Samples, position: np.ndarray, stream: np.ndarray, sent: bool,
     rows = np.zeros((len(position), max(1, int(touched.max()))), np.int64)
     local = np.zeros((len(position), max(1, int(count.max()))), np.int64)
     label = np.zeros(local.shape, np.float64 if dtype == torch.float64 else np.float32)
-    _pad(samples.row, samples.row_ptr, position, rows)
-    _pad(samples.local, samples.ptr, position, local)
-    _pad(samples.label, samples.ptr, position, label)
+    pad(samples.row, samples.row_ptr, position, rows)
+    pad(samples.local, samples.ptr, position, local)
+    pad(samples.label, samples.ptr, position, label)
     real = np.arange(rows.shape[1]) < touched[:, None]
 
     def move(array: np.ndarray) -> Tensor:

@@ -1,19 +1,20 @@
-"""Ranks and metrics. Every ranking metric is a function of one number a client: the rank of its held-out item.
+"""Ranks, predictions and metrics. Every ranking metric is a function of one number a client: the rank of its held-out item.
 
 Ties count against the held-out item, and so does a score that is not a number: rank = 1 + how many of the others are not below it.
+On a rating split every held-out rating is predicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedbench.algorithm import Algorithm, Answer
-from fedbench.engine import FULL_ROWS, sent_rows, sent_whole, vmapped
-from fedbench.split import Split
+from fedbench.algorithm import Algorithm, Answer, Batch, Tensors
+from fedbench.engine import FULL_ROWS, pad, sent_rows, sent_whole, vmapped
+from fedbench.split import Held, Split
 from fedbench.store import ClientStore
 
 KS = (5, 10, 20)
@@ -91,8 +92,54 @@ def rating_metrics(predicted: np.ndarray, rating: np.ndarray, low: float, high: 
     }
 
 
+def client_errors(predicted: np.ndarray, held: Held, low: float, high: float) -> dict[str, np.ndarray]:
+    """[U] each: how many ratings of a client are held out, and their mean squared and absolute error and accuracy (NaN if none are)."""
+    error = np.clip(np.asarray(predicted, np.float64), low, high) - held.rating
+    counts = np.diff(held.ptr)
+
+    def mean(values: np.ndarray) -> np.ndarray:
+        total = np.bincount(held.client, weights=values, minlength=len(counts))
+        return np.divide(total, counts, out=np.full(len(counts), np.nan), where=counts > 0)
+
+    return {"ratings": counts, "mse": mean(error**2), "mae": mean(np.abs(error)), "accuracy": mean(np.abs(error) <= 0.5)}
+
+
+def rating_spread(mse: np.ndarray) -> dict[str, float]:
+    """How unequal clients fare: the 90th percentile of their RMSE and the mean of the worst tenth."""
+    rmse = np.sort(np.sqrt(mse[np.isfinite(mse)]))
+    worst = rmse[-max(1, len(rmse) // 10) :]
+    return {"rmse_p90": float(np.percentile(rmse, 90)), "rmse_worst_decile": float(worst.mean())}
+
+
+def rating_floors(split: Split) -> dict[str, dict[str, float]]:
+    """Metrics on test of the two predictors that every table shows: the mean rating, and the user's mean + the item's - the mean.
+
+    Means are over training ratings; in the users split a client that never takes part has its support half for its own mean alone.
+    """
+    client = np.repeat(np.arange(split.clients), split.train_counts)
+    known = np.isin(client, split.trainers)
+    mean = float(split.train_rating[known].mean(dtype=np.float64))
+
+    def means(index: np.ndarray, rating: np.ndarray, size: int) -> np.ndarray:
+        count, total = np.bincount(index, minlength=size), np.bincount(index, weights=rating, minlength=size)
+        return np.divide(total, count, out=np.full(size, mean), where=count > 0)
+
+    user = means(client, split.train_rating, split.clients)
+    item = means(split.train_item[known], split.train_rating[known], split.items)
+    held = split.held["test"]
+    predictions = {"global_mean": np.full(len(held.item), mean), "user_item_mean": user[held.client] + item[held.item] - mean}
+    return {name: rating_metrics(value, held.rating, split.rating_min, split.rating_max) for name, value in predictions.items()}
+
+
+def metrics_of(split: Split, outcome: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]:
+    """Metrics of each part (val, test) of an `Evaluator.outcome`."""
+    if split.held:
+        return {name: rating_metrics(outcome[name], held.rating, split.rating_min, split.rating_max) for name, held in split.held.items()}
+    return {name: ranking_metrics(outcome[name]) for name in ("val", "test")}
+
+
 class Evaluator:
-    """Ranks every client's held-out items: among the sampled candidates, and among all items it has not met."""
+    """Ranks every client's held-out items, among the sampled candidates and among all items it has not met; or predicts its ratings."""
 
     def __init__(self, algorithm: Algorithm, split: Split, device: str) -> None:
         self.algorithm, self.split, self.device = algorithm, split, device
@@ -100,6 +147,56 @@ class Evaluator:
             "val": self._first(split.val_item, split.val_candidates),
             "test": self._first(split.test_item, split.test_candidates),
         }
+
+    def outcome(self, store: ClientStore, answer: Answer) -> dict[str, np.ndarray]:
+        """What metrics are made of: the rank of each client's held-out item [U], or on a rating split each prediction [N]."""
+        return self.predictions(store, answer) if self.split.held else self.sampled_ranks(store, answer)
+
+    def predictions(self, store: ClientStore, answer: Answer) -> dict[str, np.ndarray]:
+        """The score of every held-out (client, item), in the order of `Held`; not clamped yet."""
+        found = {}
+        for name, held in self.split.held.items():
+            counts = np.diff(held.ptr)
+            order = np.argsort(counts, kind="stable")
+            some = torch.from_numpy(order[counts[order] > 0]).to(self.device)
+            found[name] = np.empty(len(held.item))
+            for clients, sent in self._groups(answer, int(counts.max()), some):
+                where = clients.cpu().numpy()
+                items, real = self._padded(held.item, held.ptr, where)
+                scores = self._scores(store, answer, clients, sent, items)
+                at = held.ptr[where][:, None] + np.arange(real.shape[1])
+                found[name][at[real]] = scores.cpu().numpy()[real]
+        return found
+
+    def _padded(self, values: np.ndarray, ptr: np.ndarray, clients: np.ndarray) -> tuple[Tensor, np.ndarray]:
+        """[C, W] these clients' lists with zeros behind, and which entries are real."""
+        counts = np.diff(ptr)[clients]
+        out = np.zeros((len(clients), max(1, int(counts.max()))), np.float64 if values.dtype.kind == "f" else np.int64)
+        pad(values, ptr, clients, out)
+        return torch.from_numpy(out).to(self.device), np.arange(out.shape[1]) < counts[:, None]
+
+    def _scores(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, items: Tensor | None = None) -> Tensor:
+        """[C, K] each client's scores of its K items, or of all of them."""
+        tables = self.algorithm.tables
+        own = store.read(clients) if items is None else store.rows(clients, items, tables)
+        if self.algorithm.reconstructs:
+            own = self._reconstructed(own, answer, clients, sent)
+        if not sent:
+            return vmapped(self.algorithm.score, own, {})
+        return vmapped(
+            self.algorithm.score, own, sent_whole(answer, clients) if items is None else sent_rows(answer, clients, items, tables)
+        )
+
+    def _reconstructed(self, own: Tensors, answer: Answer, clients: Tensor, sent: bool) -> Tensors:
+        """What these clients rebuild from their training items."""
+        split, where = self.split, clients.cpu().numpy()
+        rows, real = self._padded(split.train_item, split.train_ptr, where)
+        received = sent_rows(answer, clients, rows, self.algorithm.tables) if sent else {}
+        dtype = next((value.dtype for value in received.values()), torch.float32)
+        weight = torch.from_numpy(real).to(self.device, dtype)
+        label = self._padded(split.train_rating, split.train_ptr, where)[0].to(dtype) if split.held else weight
+        place = torch.arange(rows.shape[1], device=self.device).expand_as(rows)
+        return vmapped(self.algorithm.reconstruct, own, received, Batch(place, label, weight))
 
     def _first(self, item: np.ndarray, candidates: np.ndarray) -> Tensor:
         return torch.from_numpy(np.concatenate([item[:, None], candidates], axis=1).astype(np.int64)).to(self.device)
@@ -110,9 +207,7 @@ class Evaluator:
         both = torch.cat([self.sampled["val"], self.sampled["test"]], dim=1)
         out = np.empty((2, self.split.clients), np.int64)
         for clients, sent in self._groups(answer, both.shape[1]):
-            items = both[clients]
-            own = store.rows(clients, items, self.algorithm.tables)
-            scores = vmapped(self.algorithm.score, own, sent_rows(answer, clients, items, self.algorithm.tables) if sent else {})
+            scores = self._scores(store, answer, clients, sent, both[clients])
             where = clients.cpu().numpy()
             out[0, where] = ranks_among(scores[:, : width["val"]]).cpu().numpy()
             out[1, where] = ranks_among(scores[:, width["val"] :]).cpu().numpy()
@@ -124,7 +219,7 @@ class Evaluator:
         out = np.empty((2, split.clients), np.int64)
         for clients, sent in self._groups(answer, split.items):
             where = clients.cpu().numpy()
-            scores = vmapped(self.algorithm.score, store.read(clients), sent_whole(answer, clients) if sent else {})
+            scores = self._scores(store, answer, clients, sent)
             row, item = _training_pairs(split, where, self.device)
             val = torch.from_numpy(split.val_item[where].astype(np.int64)).to(self.device)
             test = torch.from_numpy(split.test_item[where].astype(np.int64)).to(self.device)
@@ -137,13 +232,13 @@ class Evaluator:
                 out[position, where] = count.cpu().numpy()
         return {"val": out[0], "test": out[1]}
 
-    def _groups(self, answer: Answer, width: int) -> Iterator[tuple[Tensor, bool]]:
+    def _groups(self, answer: Answer, width: int, everyone: Tensor | None = None) -> Iterator[tuple[Tensor, bool]]:
         """Chunks of clients that were all sent something, or all nothing."""
-        everyone = torch.arange(self.split.clients, device=self.device)
+        everyone = torch.arange(self.split.clients, device=self.device) if everyone is None else everyone
         if answer.slot is None:
             groups = [(everyone, bool(answer.shared))]
         else:
-            has = answer.slot >= 0
+            has = answer.slot[everyone] >= 0
             groups = [(everyone[has], True), (everyone[~has], False)]
         for clients, sent in groups:
             for chunk in clients.split(max(1, FULL_ROWS // width)):

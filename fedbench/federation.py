@@ -15,7 +15,7 @@ from fedbench.draw import Draw
 from fedbench.engine import Engine, Round, Uploads
 from fedbench.errors import FedbenchError
 from fedbench.evaluate import Evaluator
-from fedbench.split import Split, cohort_of, sample_round
+from fedbench.split import Samples, Split, cohort_of, sample_round
 from fedbench.store import ClientStore
 
 
@@ -42,7 +42,7 @@ class Federation:
         cls, algorithm: Algorithm, split: Split, seed: int, device: str = "cpu", dtype: torch.dtype = torch.float32, **engine: Any
     ) -> Federation:
         """Round 0: the server and all clients initialised."""
-        world = World(split.clients, split.items)
+        world = world_of(split)
         draw = Draw(seed, 0, None, dtype, device)
         return cls(
             algorithm,
@@ -55,12 +55,18 @@ class Federation:
             visits=np.zeros(split.clients, np.int64),
         )
 
+    def samples(self, when: int) -> Samples:
+        """The cohort of a round and what it trains on."""
+        a, trainers = self.algorithm, self.split.trainers
+        cohort = trainers[cohort_of(when, len(trainers), a.clients_per_round or len(trainers), a.sampling, self.seed)]
+        extra = a.extra(when)
+        return sample_round(self.split, cohort, extra.each, self.seed, when, extra.rating)
+
     def next_round(self) -> Round:
         """One communication round."""
         self.round += 1
         a, engine = self.algorithm, self.engine
-        cohort = cohort_of(self.round, self.split.clients, a.clients_per_round or self.split.clients, a.sampling, self.seed)
-        samples = sample_round(self.split, cohort, a.negatives, self.seed, self.round)
+        samples = self.samples(self.round)
         result = engine.run_cohort(self.server, self.store, samples, self.round)
         if not torch.isfinite(result.loss).all():
             raise FedbenchError(f"the training loss is not finite in round {self.round}: training diverged; lower the learning rate")
@@ -69,7 +75,7 @@ class Federation:
         for hop in self.channel:
             uploads = hop(uploads)
         self.server = a.aggregate(self.server, uploads, Draw(self.seed, self.round, None, engine.dtype, engine.device))
-        self.visits[cohort] += 1
+        self.visits[samples.clients] += 1
         self.bytes_down += result.bytes_down
         return result
 
@@ -88,11 +94,19 @@ class Federation:
         """How much of a budget in rounds, visits or bytes is used."""
         return {"rounds": self.round, "visits": int(self.visits.sum()), "bytes": self.bytes_up + self.bytes_down}[unit]
 
+    def outcome(self) -> dict[str, np.ndarray]:
+        """What metrics are made of, see Evaluator.outcome."""
+        return self.evaluator.outcome(self.store, self.algorithm.answer(self.server))
+
     def sampled_ranks(self) -> dict[str, np.ndarray]:
         return self.evaluator.sampled_ranks(self.store, self.algorithm.answer(self.server))
 
     def full_ranks(self) -> dict[str, np.ndarray]:
         return self.evaluator.full_ranks(self.store, self.algorithm.answer(self.server))
+
+
+def world_of(split: Split) -> World:
+    return World(split.clients, split.items, split.rating_min, split.rating_max)
 
 
 def _of_shape(found: Tensor, expected: Tensor) -> Tensor:

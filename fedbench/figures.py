@@ -12,6 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 HR, NDCG, LOSS, CHANCE, LEAK = "#1f6fb4", "#d9730d", "#3a3a3a", "#7a7a7a", "#c81e1e"
+RATED = (
+    ("test/rmse", "test RMSE", HR, "-"),
+    ("val/rmse", "validation RMSE", HR, "--"),
+    ("test/mae", "test MAE", NDCG, "-"),
+    ("val/mae", "validation MAE", NDCG, "--"),
+)
 SERIES = (
     ("test/hr_10", "test HR@10", HR, "-"),
     ("val/hr_10", "validation HR@10", HR, "--"),
@@ -21,16 +27,24 @@ SERIES = (
 
 
 def convergence(lines: Sequence[dict[str, Any]], leaky: bool, title: str, best_round: int | None = None, candidates: int = 100) -> Figure:
-    """Loss, and HR@10 and NDCG@10, by round. Without `best_round` the best validation NDCG@10 is marked."""
+    """Loss, and HR@10 and NDCG@10 or RMSE and MAE, by round. Without `best_round` the best validation NDCG@10 is marked."""
     figure, (left, right) = _panels(leaky, title)
     _loss(left, lines)
-    _quality(right, lines, _best(lines) if best_round is None else best_round, candidates)
+    if any("test/rmse" in line for line in lines):
+        _errors(right, lines, best_round)
+    else:
+        _quality(right, lines, _best(lines) if best_round is None else best_round, candidates)
     return figure
 
 
 def distribution(per_client: pd.DataFrame, leaky: bool, title: str, candidates: int = 100) -> Figure:
-    """How clients differ: the test rank among the candidates, and HR@10 by how much a client has to train on."""
+    """How clients differ: the test rank among the candidates and HR@10, or the RMSE, by how much a client has to train on."""
     figure, (left, right) = _panels(leaky, title)
+    if "mse_test" in per_client:
+        rated = per_client[per_client["ratings_test"] > 0]
+        _error_curve(left, np.sqrt(rated["mse_test"].to_numpy()))
+        _error_by_size(right, rated["train_items"].to_numpy(), np.sqrt(rated["mse_test"].to_numpy()))
+        return figure
     ranked = per_client[per_client["rank_test"] >= 1] if "rank_test" in per_client else per_client.iloc[:0]
     if ranked.empty:
         for axes in (left, right):
@@ -53,22 +67,35 @@ def _loss(axes: Axes, lines: Sequence[dict[str, Any]]) -> None:
 
 def _quality(axes: Axes, lines: Sequence[dict[str, Any]], best: int | None, candidates: int) -> None:
     _panel_title(axes, "ranking quality" if best is None else f"ranking quality · best round {best} (dotted)")
+    top = _curves(axes, lines, SERIES, best)
+    if not axes.lines:
+        return _empty(axes, "no ranking metrics")
+    _chance(axes, candidates)
+    axes.set_ylim(0, min(1.02, max(1.12 * top, 1.5 * 10 / candidates)))
+    axes.set_ylabel("HR@10, NDCG@10")
+
+
+def _errors(axes: Axes, lines: Sequence[dict[str, Any]], best: int | None) -> None:
+    _panel_title(axes, "error of predicted ratings" if best is None else f"error of predicted ratings · reported round {best} (dotted)")
+    _curves(axes, lines, RATED, best)
+    axes.set_ylabel("RMSE, MAE")
+
+
+def _curves(axes: Axes, lines: Sequence[dict[str, Any]], series: Sequence[tuple[str, str, str, str]], best: int | None) -> float:
+    """The series that have values, the best round dotted and a legend; returns the largest value."""
     top = 0.0
-    for key, label, color, style in SERIES:
+    for key, label, color, style in series:
         rounds, values = _series(lines, key)
         if values:
             face = color if style == "-" else "white"
             axes.plot(rounds, values, style, color=color, label=label, marker=_marker(values), markersize=5, markerfacecolor=face)
             top = max(top, *values)
-    if not axes.lines:
-        return _empty(axes, "no ranking metrics")
-    if best is not None:
-        axes.axvline(best, color=LOSS, linewidth=1, linestyle=":")
-    _chance(axes, candidates)
-    axes.set_ylim(0, min(1.02, max(1.12 * top, 1.5 * 10 / candidates)))
-    axes.set_ylabel("HR@10, NDCG@10")
-    _round_axis(axes, lines)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=2, frameon=False, fontsize=10)
+    if axes.lines:
+        if best is not None:
+            axes.axvline(best, color=LOSS, linewidth=1, linestyle=":")
+        _round_axis(axes, lines)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=2, frameon=False, fontsize=10)
+    return top
 
 
 def _rank_curve(axes: Axes, ranks: np.ndarray, candidates: int) -> None:
@@ -89,24 +116,44 @@ def _rank_curve(axes: Axes, ranks: np.ndarray, candidates: int) -> None:
 
 
 def _hit_by_size(axes: Axes, sizes: np.ndarray, hits: np.ndarray, candidates: int) -> None:
-    """Bars by decile of the client's training items, with one standard error; equal sizes share a bar."""
+    """Bars by decile of the client's training items; equal sizes share a bar."""
     _panel_title(axes, "HR@10 by client size (deciles, ± 1 standard error)")
+    top = _bars(axes, sizes, hits)
+    _chance(axes, candidates)
+    axes.set_ylim(0, min(1.02, max(1.12 * top, 1.5 * 10 / candidates)))
+    axes.set_ylabel("mean test HR@10")
+
+
+def _error_curve(axes: Axes, rmse: np.ndarray) -> None:
+    """ECDF of the clients' own RMSE."""
+    _panel_title(axes, f"test RMSE of a client: median {np.median(rmse):.3f}")
+    axes.step(np.sort(rmse), np.arange(1, len(rmse) + 1) / len(rmse), where="post", color=HR)
+    axes.set_ylim(0, 1.02)
+    axes.set_xlabel("RMSE over the client's held-out ratings (0 is best)")
+    axes.set_ylabel("share of clients at or below")
+
+
+def _error_by_size(axes: Axes, sizes: np.ndarray, rmse: np.ndarray) -> None:
+    _panel_title(axes, "RMSE by client size (deciles, ± 1 standard error)")
+    axes.set_ylim(0, 1.12 * _bars(axes, sizes, rmse))
+    axes.set_ylabel("mean test RMSE of a client")
+
+
+def _bars(axes: Axes, sizes: np.ndarray, values: np.ndarray) -> float:
+    """Means by decile of size with one standard error; returns the top of the highest."""
     group = np.searchsorted(np.unique(np.quantile(sizes, np.arange(1, 10) / 10)), sizes, side="left")
     names, means, errors = [], [], []
     for decile in np.unique(group):
         inside = group == decile
-        low, high, mean = sizes[inside].min(), sizes[inside].max(), hits[inside].mean()
+        low, high = sizes[inside].min(), sizes[inside].max()
         names.append(f"{low}" if low == high else f"{low}–{high}")
-        means.append(mean)
-        errors.append(np.sqrt(mean * (1 - mean) / inside.sum()))
+        means.append(values[inside].mean())
+        errors.append(values[inside].std() / np.sqrt(inside.sum()))
     axes.bar(names, means, yerr=errors, color=HR, alpha=0.85, width=0.75, error_kw={"elinewidth": 1.2, "ecolor": LOSS})
-    _chance(axes, candidates)
-    top = max(mean + error for mean, error in zip(means, errors, strict=True))
-    axes.set_ylim(0, min(1.02, max(1.12 * top, 1.5 * 10 / candidates)))
     if sum(map(len, names)) > 45:
         axes.set_xticks(range(len(names)), names, rotation=35, ha="right", rotation_mode="anchor")
     axes.set_xlabel("training items of the client")
-    axes.set_ylabel("mean test HR@10")
+    return float(max(mean + error for mean, error in zip(means, errors, strict=True)))
 
 
 def _panels(leaky: bool, title: str) -> tuple[Figure, Sequence[Axes]]:

@@ -1,10 +1,13 @@
-"""What is said of a run when it is over: summary.json, the row a client, the final table and the words beside it."""
+"""What is said of a run, or of several, when it is over: summary.json, the row a client, the final table and the words beside it."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import resource
+import statistics
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +17,16 @@ import pandas as pd
 from fedbench.algorithm import Tensors
 from fedbench.config import RunConfig
 from fedbench.data import Interactions
-from fedbench.evaluate import chance_metrics, popularity_ranks, ranking_metrics, spread
+from fedbench.evaluate import (
+    chance_metrics,
+    client_errors,
+    metrics_of,
+    popularity_ranks,
+    ranking_metrics,
+    rating_floors,
+    rating_spread,
+    spread,
+)
 from fedbench.federation import Federation
 from fedbench.protocol import Protocol
 from fedbench.split import Split
@@ -22,12 +34,12 @@ from fedbench.split import Split
 
 @dataclass
 class Best:
-    """The reported round so far: its score on the selection metric and every client's ranks in it."""
+    """The reported round so far: its score on the selection metric, higher being better, and what came of it."""
 
     round: int = 0
-    score: float = -1.0
-    ranks: dict[str, np.ndarray] = field(default_factory=dict)
-    """val, test, full_val, full_test: [U] each"""
+    score: float = float("-inf")
+    outcome: dict[str, np.ndarray] = field(default_factory=dict)
+    """every client's ranks (val, test, full_val, full_test: [U] each), or the predictions of the held-out ratings (test, val)"""
     state: Tensors = field(default_factory=dict)
     """what the server and the clients held in it, if that is kept"""
 
@@ -37,33 +49,25 @@ def summarise(
 ) -> dict[str, Any]:
     """summary.json"""
     parts = federation.split
-    metrics = {
-        name: {**ranking_metrics(best.ranks[name]), **ranking_metrics(best.ranks[f"full_{name}"], "full_"), **spread(best.ranks[name])}
-        for name in ("val", "test")
-    }
-    floor = popularity_ranks(parts)
-    popularity = {**ranking_metrics(floor["test"]), **ranking_metrics(floor["full_test"], "full_")}
     summary = {
         "algo": config.algo,
         "dataset": dataset.name,
         "protocol": parts.protocol.name,
         "protocol_fields": protocol_fields(parts.protocol),
         "protocol_fingerprint": parts.fingerprint,
+        "data_checksum": parts.checksum,
         "leaky": parts.protocol.leaky,
         "recipe": config.recipe,
         "seed": config.seed,
         "rounds": federation.round,
         "best_round": best.round,
-        **metrics,
-        "popularity": popularity,
-        "chance": chance_metrics(parts),
-        "beats_popularity": metrics["test"]["ndcg_10"] > popularity["ndcg_10"],
+        **(rating_results if parts.held else ranking_results)(parts, best.outcome),
         "clients": parts.clients,
         "items": parts.items,
         "bytes_up": federation.bytes_up,
         "bytes_down": federation.bytes_down,
         "client_visits": int(federation.visits.sum()),
-        "clients_never_seen": int((federation.visits == 0).sum()),
+        "clients_never_seen": int((federation.visits[parts.trainers] == 0).sum()),
         "seconds_per_round": float(np.median(seconds)) if seconds else 0.0,
         "peak_rss_mb": peak_rss_mb(),
         "device": device,
@@ -79,6 +83,31 @@ def refit_summary(rounds: int, ranks: dict[str, np.ndarray]) -> dict[str, Any]:
     }
 
 
+def ranking_results(parts: Split, ranks: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Metrics on validation and test, and what popularity and chance get."""
+    metrics = {
+        name: {**ranking_metrics(ranks[name]), **ranking_metrics(ranks[f"full_{name}"], "full_"), **spread(ranks[name])}
+        for name in ("val", "test")
+    }
+    floor = popularity_ranks(parts)
+    popularity = {**ranking_metrics(floor["test"]), **ranking_metrics(floor["full_test"], "full_")}
+    beats = metrics["test"]["ndcg_10"] > popularity["ndcg_10"]
+    return {**metrics, "popularity": popularity, "chance": chance_metrics(parts), "beats_popularity": beats}
+
+
+def rating_results(parts: Split, predictions: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """The same for ratings (`val` is empty where there is no validation data), and what the two mean predictors get."""
+    metrics: dict[str, dict[str, float]] = {"val": {}, **metrics_of(parts, predictions)}
+    for name, errors in _errors(parts, predictions).items():
+        metrics[name] |= rating_spread(errors["mse"])
+    floors = rating_floors(parts)
+    return {**metrics, **floors, "beats_means": metrics["test"]["rmse"] < floors["user_item_mean"]["rmse"]}
+
+
+def _errors(parts: Split, predictions: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+    return {name: client_errors(predictions[name], held, parts.rating_min, parts.rating_max) for name, held in parts.held.items()}
+
+
 def notes(summary: dict[str, Any], parts: Split) -> list[str]:
     """What must be said beside the numbers, in words."""
     said = []
@@ -89,6 +118,11 @@ def notes(summary: dict[str, Any], parts: Split) -> list[str]:
         if parts.protocol.select_on == "test":
             why.append("the round is chosen on test")
         said.append(f"LEAKY: {' and '.join(why)}; these numbers are inflated (see docs/protocol.md)")
+    if parts.held:
+        mine, floor = summary["test"]["rmse"], summary["user_item_mean"]["rmse"]
+        if not summary["beats_means"]:
+            said.append(f"{summary['algo']} does NOT beat the user and item means: RMSE {mine:.4f} against {floor:.4f}")
+        return said
     mine, floor = summary["test"], summary["popularity"]
     if all(mine[key] == value for key, value in floor.items()):
         return said
@@ -101,17 +135,25 @@ def notes(summary: dict[str, Any], parts: Split) -> list[str]:
 
 
 def final_table(summary: dict[str, Any], parts: Split) -> str:
-    """The result beside popularity and chance, and what must be said about it."""
-    columns = ("hr_10", "ndcg_10", "mrr", "full_hr_10", "full_ndcg_10")
+    """The result beside popularity and chance, or the mean predictors, and what must be said about it."""
     rows = [(summary["algo"], summary["test"])]
     if "refit" in summary:
         rows.append((f"{summary['algo']} refit", summary["refit"]["test"]))
-    rows += [("popularity", summary["popularity"]), ("random (exact)", summary["chance"])]
+    columns: tuple[str, ...]
+    if parts.held:
+        columns = ("rmse", "mae", "accuracy")
+        rows += [("user + item mean", summary["user_item_mean"]), ("global mean", summary["global_mean"])]
+    else:
+        columns = ("hr_10", "ndcg_10", "mrr", "full_hr_10", "full_ndcg_10")
+        rows += [("popularity", summary["popularity"]), ("random (exact)", summary["chance"])]
     width = max(len(name) for name, _ in rows) + 2
     protocol = f"{summary['protocol']}{' LEAKY' if summary['leaky'] else ''}"
     head = f"{summary['dataset']}, protocol {protocol} [{summary['protocol_fingerprint']}]"
+    if parts.protocol.fold is not None:
+        head += f", fold {parts.protocol.fold} of {parts.protocol.folds}"
     head += f", test at round {summary['best_round']} of {summary['rounds']}"
-    lines = ["", f"{head} (chosen on {parts.protocol.select_on}), {parts.clients:,} clients, {parts.items:,} items"]
+    chosen = "the last" if parts.protocol.select_on == "last" else f"chosen on {parts.protocol.select_on}"
+    lines = ["", f"{head} ({chosen}), {parts.clients:,} clients, {parts.items:,} items"]
     lines.append(" " * width + "".join(f"{name.replace('_10', '@10').replace('_', ' ').upper():>14}" for name in columns))
     for name, metrics in rows:
         lines.append(f"{name:<{width}}" + "".join(f"{metrics[column]:>14.4f}" for column in columns))
@@ -128,22 +170,70 @@ def human(size: float) -> str:
     return f"{size:.1f} TB"
 
 
-def per_client(parts: Split, ranks: dict[str, np.ndarray], refit: dict[str, np.ndarray] | None = None) -> pd.DataFrame:
-    """One row a client: its name in the source, how much it trained on, the ranks of its held-out items, and popularity's for test."""
-    floor = popularity_ranks(parts)
-    return pd.DataFrame(
-        {
-            "user": parts.user_ids.astype(str),
-            "train_items": parts.train_counts,
-            "rank_val": ranks["val"],
-            "rank_test": ranks["test"],
-            "full_rank_val": ranks["full_val"],
-            "full_rank_test": ranks["full_test"],
-            "rank_popularity": floor["test"],
-            "full_rank_popularity": floor["full_test"],
-            **({"refit_rank_test": refit["test"], "refit_full_rank_test": refit["full_test"]} if refit else {}),
-        }
-    )
+def per_client(parts: Split, outcome: Mapping[str, np.ndarray], refit: Mapping[str, np.ndarray] | None = None) -> pd.DataFrame:
+    """One row a client: its name in the source, how much it trained on, and its ranks and popularity's, or the errors of its ratings."""
+    columns = {"user": parts.user_ids.astype(str), "train_items": parts.train_counts}
+    if parts.held:
+        for name, errors in _errors(parts, outcome).items():
+            columns |= {f"{key}_{name}": value for key, value in errors.items()}
+    else:
+        floor = popularity_ranks(parts)
+        columns |= {f"{kind}rank_{name}": outcome[f"{kind}{name}"] for kind in ("", "full_") for name in ("val", "test")}
+        columns |= {f"{kind}rank_popularity": floor[f"{kind}test"] for kind in ("", "full_")}
+        columns |= {f"refit_{kind}rank_test": refit[f"{kind}test"] for kind in ("", "full_")} if refit else {}
+    return pd.DataFrame(columns)
+
+
+def over_runs(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Runs that differ in seed or fold as one summary: means in the same keys, `std` of val and test, and `runs`, one entry each."""
+    merged: dict[str, Any] = {key: _merge([summary[key] for summary in summaries]) for key in summaries[0]}
+    folds = [summary["protocol_fields"]["fold"] for summary in summaries]
+    if len(set(folds)) > 1:
+        merged["protocol_fields"]["fold"] = None
+        name, fields = merged["protocol"], {key: value for key, value in merged["protocol_fields"].items() if key != "protocol"}
+        merged["protocol_fingerprint"] = Protocol(name, **fields).fingerprint(merged["data_checksum"])
+    if len({summary["seed"] for summary in summaries}) > 1:
+        merged["seed"] = None
+    told = ("seed", "best_round", "protocol_fingerprint", "val", "test", *(["refit"] if "refit" in merged else []))
+    merged["std"] = {part: _deviation([summary[part] for summary in summaries]) for part in told if isinstance(merged[part], dict)}
+    merged["runs"] = [{"fold": fold, **{key: summary[key] for key in told}} for fold, summary in zip(folds, summaries, strict=True)]
+    return merged
+
+
+def _deviation(values: list[Any]) -> Any:
+    """Sample standard deviation of a number, or of each number in a dict."""
+    if isinstance(values[0], dict):
+        return {key: _deviation([value[key] for value in values]) for key in values[0]}
+    return statistics.stdev(values)
+
+
+def _merge(values: list[Any]) -> Any:
+    """One value for several: the same if they are equal, dicts key by key, lists joined, true if all are, numbers by their mean."""
+    first = values[0]
+    if all(value == first for value in values):
+        return copy.deepcopy(first)
+    if isinstance(first, dict):
+        return {key: _merge([value[key] for value in values]) for key in first}
+    if isinstance(first, list):
+        return list(dict.fromkeys(entry for value in values for entry in value))
+    if isinstance(first, bool):
+        return all(values)
+    return statistics.fmean(values) if all(isinstance(value, int | float) for value in values) else None
+
+
+def mean_table(merged: dict[str, Any]) -> str:
+    """Mean and sample standard deviation of each test metric of `over_runs`."""
+    leaky = " LEAKY" if merged["leaky"] else ""
+    over = {"seeds": [run["seed"] for run in merged["runs"]], "folds": [run["fold"] for run in merged["runs"]]}
+    said = [f"{name} {', '.join(map(str, dict.fromkeys(values)))}" for name, values in over.items() if len(set(values)) > 1]
+    lines = [f"{merged['algo']} on {merged['dataset']}, protocol {merged['protocol']}{leaky}, test over {' and '.join(said)}:"]
+    tests = {"": (merged["test"], merged["std"]["test"])}
+    if "refit" in merged:
+        tests["refit "] = merged["refit"]["test"], merged["std"]["refit"]["test"]
+    width = 17 + max(map(len, tests))
+    for prefix, (means, deviations) in tests.items():
+        lines += [f"  {prefix + name:<{width}} {mean:.4f} ± {deviations[name]:.4f}" for name, mean in means.items()]
+    return "\n".join(lines)
 
 
 def protocol_fields(protocol: Protocol) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -21,24 +21,35 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 from fedbench import checkpoint, mirror, registry
-from fedbench.algorithm import Algorithm, Tensors, World
-from fedbench.config import RunConfig, read_config
+from fedbench.algorithm import Algorithm, Tensors
+from fedbench.config import RunConfig, placed, read_config
 from fedbench.data import Interactions
 from fedbench.errors import FedbenchError, UsageError
-from fedbench.evaluate import ranking_metrics
-from fedbench.federation import Federation
+from fedbench.evaluate import metrics_of
+from fedbench.federation import Federation, world_of
 from fedbench.lock import claimed
 from fedbench.protocol import Protocol
-from fedbench.results import Best, final_table, human, peak_rss_mb, per_client, refit_summary, summarise
+from fedbench.results import Best, final_table, human, mean_table, over_runs, peak_rss_mb, per_client, refit_summary, summarise
 from fedbench.split import Split, split
-from fedbench.tracking import RunLog, setup_logging
+from fedbench.tracking import RunLog, plain, setup_logging, write_json
 
 log = logging.getLogger("fedbench")
 
-SELECT = {"val": ("val", "ndcg_10"), "test": ("test", "hr_10")}
-"""the metric that chooses the reported round"""
+SELECT = {"val": "ndcg_10", "test": "hr_10"}
+"""the metric that chooses the reported round of a ranking; of ratings it is the RMSE"""
 KEEP_BEST_BYTES = 64 * 2**20
 """--keep-state auto: up to this size the reported round's state is copied whenever a round becomes the best"""
+
+
+def run_several(configs: Sequence[RunConfig], parent: Path | None) -> dict[str, Any]:
+    """One run after another, each in a folder of its own below `parent`, and their means in its summary.json."""
+    if parent is None:
+        parent = new_folder(configs[0])
+        configs = placed(configs, parent)
+    summary = over_runs([run(config) for config in configs])
+    write_json(parent / "summary.json", plain(summary))
+    print(f"\n{mean_table(summary)}\nfolder  {parent}")
+    return summary
 
 
 def run(config: RunConfig) -> dict[str, Any]:
@@ -60,7 +71,7 @@ def carry_out(
     config: RunConfig, parts: Split, dataset: Interactions, device: str, out: Path, resume: bool, state: checkpoint.State | None
 ) -> dict[str, Any]:
     """Start or go on with a run whose folder belongs to this process."""
-    leaky = parts.protocol.leaky
+    leaky, fold = parts.protocol.leaky, parts.protocol.fold
     run_log = RunLog.open(
         out,
         {key: value for key, value in config.to_dict().items() if key not in ("out", "resume")},
@@ -72,7 +83,7 @@ def carry_out(
             "split": parts.protocol.split,
         },
         mlflow=config.mlflow,
-        run_name=f"{config.algo}-{dataset.name}-{parts.protocol.name}-s{config.seed}",
+        run_name=f"{config.algo}-{dataset.name}-{parts.protocol.name}-s{config.seed}" + ("" if fold is None else f"-f{fold}"),
         experiment=config.experiment,
         resume=resume,
     )
@@ -97,7 +108,7 @@ def carry_out(
             refitted = refit(federation, best.round, run_log, config, out)
             summary |= {"refit": refit_summary(best.round, refitted), "peak_rss_mb": peak_rss_mb()}
         keep_model(out, federation, best, config)
-        run_log.finish(summary, per_client(parts, best.ranks, refitted))
+        run_log.finish(summary, per_client(parts, best.outcome, refitted))
         checkpoint.prune(out, keep=0)
     except KeyboardInterrupt:
         run_log.end("KILLED")
@@ -126,7 +137,8 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
     keep_best = keeps_best(federation, config)
     if keep_best and best.round == federation.round:
         best.state = copied(federation.state())
-    which, metric = SELECT[federation.split.protocol.select_on]
+    parts, on = federation.split, federation.split.protocol.select_on
+    name, shown = ("rmse", "RMSE") if parts.held else ("hr_10", "HR@10")
     spent = federation.spent(unit)
     bar = tqdm(
         total=limit, initial=spent, desc=config.algo, unit=unit[:-1], unit_scale=unit == "bytes", disable=config.quiet, dynamic_ncols=True
@@ -142,18 +154,22 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
             if result.updates:
                 line["loss"] = float(result.loss.mean())
             if federation.round % config.eval_every == 0 or spent >= limit:
-                ranks = federation.sampled_ranks()
-                scores = {name: ranking_metrics(rank) for name, rank in ranks.items()}
-                line |= {f"{name}/{key}": value for name, metrics in scores.items() for key, value in metrics.items()}
-                # a later round wins a tie on test, as in the published code; on validation the earlier one stands
-                score = scores[which][metric]
-                if score > best.score or (which == "test" and score == best.score):
-                    full = federation.full_ranks()
+                outcome = federation.outcome()
+                scores = metrics_of(parts, outcome)
+                line |= {f"{part}/{key}": value for part, metrics in scores.items() for key, value in metrics.items()}
+                if on == "last":
+                    score, better = 0.0, spent >= limit
+                else:
+                    # a later round wins a tie on test, as in the published code; on validation the earlier one stands
+                    score = -scores[on]["rmse"] if parts.held else scores[on][SELECT[on]]
+                    better = score > best.score or (on == "test" and score == best.score)
+                if better:
+                    full = {} if parts.held else federation.full_ranks()
                     best.round, best.score = federation.round, score
-                    best.ranks = {**ranks, "full_val": full["val"], "full_test": full["test"]}
+                    best.outcome = {**outcome, **{f"full_{part}": ranks for part, ranks in full.items()}}
                     if keep_best:
                         best.state = copied(federation.state())
-                bar.set_postfix_str(f"val HR@10 {scores['val']['hr_10']:.3f} test HR@10 {scores['test']['hr_10']:.3f}", refresh=False)
+                bar.set_postfix_str(" ".join(f"{part} {shown} {scores[part][name]:.3f}" for part in scores), refresh=False)
             line["seconds"] = time.perf_counter() - started
             line |= {"bytes_up": federation.bytes_up, "bytes_down": federation.bytes_down}
             line |= {"client_visits": int(federation.visits.sum())}
@@ -212,10 +228,10 @@ def interrupts_between_rounds() -> Iterator[Callable[[], bool]]:
 
 
 def check_cohort(algorithm: Algorithm, parts: Split) -> None:
-    n = algorithm.clients_per_round
-    if n is not None and n > parts.clients:
-        raise UsageError(f"-n/--clients-per-round {n} is more than the {parts.clients} clients of this dataset and protocol; lower it")
-    algorithm.check(World(parts.clients, parts.items))
+    n, most = algorithm.clients_per_round, len(parts.trainers)
+    if n is not None and n > most:
+        raise UsageError(f"-n/--clients-per-round {n} is more than the {most} clients of this dataset and protocol; lower it")
+    algorithm.check(world_of(parts))
 
 
 def set_threads(count: int) -> None:
@@ -248,6 +264,11 @@ def choose_folder(config: RunConfig) -> Path:
         return Path(config.resume)
     if config.out is not None:
         return config.out
+    return new_folder(config)
+
+
+def new_folder(config: RunConfig) -> Path:
+    """runs/<dataset>/<algo>/<time>-<hash>, with a number behind if that is taken."""
     label = Path(config.algo).stem, Path(config.dataset).stem
     place = Path("runs") / label[1] / label[0] / f"{time.strftime('%Y%m%d-%H%M%S')}-{config.hash8()}"
     folder, again = place, 1
@@ -302,6 +323,8 @@ def describe(dataset: Interactions, parts: Split, config: RunConfig, device: str
         log.info("%d repeated (user, item) rows merged: the latest stands", dataset.merged_rows)
     log.info("protocol %s [%s]: %s clients, %s items, split by %s", parts.protocol.name, parts.fingerprint, f"{parts.clients:,}",
              f"{parts.items:,}", parts.protocol.split)  # fmt: skip
+    if parts.role is not None:
+        log.info("%s clients take part; %s are for validation and %s for test", *(f"{n:,}" for n in np.bincount(parts.role)))
     if parts.protocol.eval_negatives < config.protocol.eval_negatives:
         log.info("%d items are ranked beside the held-out one, not %d", parts.protocol.eval_negatives, config.protocol.eval_negatives)
     if parts.protocol.leaky:
@@ -314,7 +337,7 @@ def describe(dataset: Interactions, parts: Split, config: RunConfig, device: str
 def save(out: Path, federation: Federation, best: Best, config: RunConfig) -> None:
     """The state after the last finished round."""
     tensors = federation.state()
-    tensors |= {f"best/{name}": torch.from_numpy(value) for name, value in best.ranks.items()}
+    tensors |= {f"best/{name}": torch.from_numpy(value) for name, value in best.outcome.items()}
     if best.round != federation.round:
         tensors |= {f"best_state/{name}": value for name, value in best.state.items()}
     tensors["visits"] = torch.from_numpy(federation.visits)
@@ -348,7 +371,7 @@ def restore(state: checkpoint.State, federation: Federation, best: Best) -> None
         federation.round, federation.bytes_up, federation.bytes_down = facts["round"], facts["bytes_up"], facts["bytes_down"]
         federation.visits = tensors["visits"].cpu().numpy().copy()
         best.round, best.score = facts["best_round"], facts["best_score"]
-        best.ranks = {name: value.cpu().numpy() for name, value in beginning(tensors, "best/").items()}
+        best.outcome = {name: value.cpu().numpy() for name, value in beginning(tensors, "best/").items()}
         best.state = beginning(tensors, "best_state/")
     except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise FedbenchError(

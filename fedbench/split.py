@@ -1,19 +1,45 @@
-"""From interactions to clients: training items, one validation and one test item each, and the items ranked beside them."""
+"""From interactions to clients: training items, one validation and one test item each, and the items ranked beside them.
+
+A rating split holds out ratings instead: a fold of all ratings, or half the ratings of clients that never take part.
+"""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit, prange
 
 from fedbench.data import Interactions
 from fedbench.draw import below, keys, mix, purpose_base, unit
-from fedbench.errors import DataError
+from fedbench.errors import DataError, UsageError
 from fedbench.protocol import Protocol
 
 log = logging.getLogger("fedbench")
+
+TRAIN, VAL, TEST = 0, 1, 2
+"""roles of clients in the users split"""
+HELD_SHARE = 0.1
+"""share of the clients that validate, and that test, in the users split"""
+
+
+class Held(NamedTuple):
+    """Held-out ratings, CSR by client; a client's are sorted by item number."""
+
+    ptr: np.ndarray
+    """[U+1]"""
+    item: np.ndarray
+    """[N] int32"""
+    rating: np.ndarray
+    """[N] float32"""
+
+    @property
+    def client(self) -> np.ndarray:
+        """[N] whose rating it is"""
+        return np.repeat(np.arange(len(self.ptr) - 1), np.diff(self.ptr))
 
 
 @dataclass(frozen=True)
@@ -44,10 +70,21 @@ class Split:
     item_ids: np.ndarray
     refit: bool = False
     """validation items are training items: nothing may be chosen on them any more"""
+    held: Mapping[str, Held] = field(default_factory=dict)
+    """rating splits: `test`, and `val` where there is one. Their `val_item`, `test_item` and candidates are empty"""
+    role: np.ndarray | None = None
+    """[U] TRAIN, VAL or TEST in the users split; there the training items of the last two are their support half"""
+    rating_min: float = 0.0
+    rating_max: float = 1.0
 
     @property
     def clients(self) -> int:
-        return len(self.val_item)
+        return len(self.train_ptr) - 1
+
+    @property
+    def trainers(self) -> np.ndarray:
+        """Client numbers of those that take part in rounds."""
+        return np.arange(self.clients) if self.role is None else np.flatnonzero(self.role == TRAIN)
 
     @property
     def train_counts(self) -> np.ndarray:
@@ -122,6 +159,8 @@ def _from_counts(counts: np.ndarray) -> np.ndarray:
 def split(data: Interactions, protocol: Protocol) -> Split:
     """Apply a protocol to a dataset. Deterministic: depends on the rows, not on their order, and on `split_seed`."""
     protocol = protocol.resolve(data)
+    if protocol.ratings:
+        return _rating_split(data, protocol)
     checksum = data.checksum()
     user, item, rating, time = _filtered(data, protocol)
     user_codes, user = np.unique(user, return_inverse=True)
@@ -159,12 +198,85 @@ def split(data: Interactions, protocol: Protocol) -> Split:
 
 
 def _filtered(data: Interactions, protocol: Protocol) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of the users that take part. Three interactions are the least that give one to train, one to validate, one to test."""
-    least = max(protocol.min_interactions, 3)
+    """Rows of the users that take part. Three interactions are the least that give one to train, one to validate, one to test; of
+    ratings to predict, two give one to learn from and one to predict."""
+    needed = 2 if protocol.ratings else 3
+    least = max(protocol.min_interactions, needed)
     keep = np.bincount(data.user, minlength=data.users)[data.user] >= least
     if not keep.any():
-        raise DataError(f"{data.name}: no user has {least} or more interactions; lower --min-interactions (3 at least) or use more data")
+        least_of_all = f"lower --min-interactions ({needed} at least) or use more data"
+        raise DataError(f"{data.name}: no user has {least} or more interactions; {least_of_all}")
     return data.user[keep], data.item[keep], data.rating[keep], data.time[keep]
+
+
+def _rating_split(data: Interactions, protocol: Protocol) -> Split:
+    """kfold: one fold of all ratings is test; users: half the ratings of a tenth of the clients is validation, of another tenth test."""
+    checksum = data.checksum()
+    user, item, rating, _ = _filtered(data, protocol)
+    user_codes, user = np.unique(user, return_inverse=True)
+    item_codes, item = np.unique(item, return_inverse=True)
+    order = np.lexsort((item, user))
+    user, item, rating = user[order], item[order].astype(np.int32), rating[order].astype(np.float32)
+    clients = len(user_codes)
+    role = None
+    if protocol.split == "kfold":
+        if protocol.fold is None:
+            raise UsageError("--split kfold: name the fold to test with --fold")
+        fold = _pair_hash(purpose_base(protocol.split_seed, 0, "fold"), user_codes[user], item_codes[item]) % np.uint64(protocol.folds)
+        out = {"test": fold == protocol.fold}
+        if not out["test"].any() or out["test"].all():
+            raise DataError(f"{data.name}: {len(user)} ratings are too few for {protocol.folds} folds; lower --folds or use more data")
+    else:
+        role = _roles(data.name, protocol.split_seed, user_codes)
+        query = in_query_half(protocol.split_seed, 0, user_codes[user], item_codes[item])
+        out = {"val": query & (role[user] == VAL), "test": query & (role[user] == TEST)}
+
+    def csr(rows: np.ndarray) -> Held:
+        return Held(_from_counts(np.bincount(user[rows], minlength=clients)), item[rows], rating[rows])
+
+    train, nothing = csr(~np.any(list(out.values()), axis=0)), np.empty(0, np.int32)
+    return Split(
+        protocol=protocol,
+        fingerprint=protocol.fingerprint(checksum),
+        checksum=checksum,
+        items=len(item_codes),
+        train_ptr=train.ptr,
+        train_item=train.item,
+        train_rating=train.rating,
+        seen_ptr=_from_counts(np.bincount(user, minlength=clients)),
+        seen_item=item,
+        val_item=nothing,
+        val_rating=nothing,
+        test_item=nothing,
+        val_candidates=nothing[:, None],
+        test_candidates=nothing[:, None],
+        user_ids=data.user_ids[user_codes],
+        item_ids=data.item_ids[item_codes],
+        held={name: csr(rows) for name, rows in out.items()},
+        role=role,
+        rating_min=data.rating_min,
+        rating_max=data.rating_max,
+    )
+
+
+def _roles(name: str, split_seed: int, user_codes: np.ndarray) -> np.ndarray:
+    """[U] a tenth of the clients, in the order of a seeded hash, for validation, a tenth for test, the others for training."""
+    tenth = max(1, round(HELD_SHARE * len(user_codes)))
+    if len(user_codes) <= 2 * tenth:
+        raise DataError(f"{name}: {len(user_codes)} users are too few to train, to validate and to test; use more data or --split kfold")
+    order = np.argsort(keys(split_seed, 0, "role", user_codes), kind="stable")
+    role = np.full(len(user_codes), TRAIN, np.int8)
+    role[order[:tenth]], role[order[tenth : 2 * tenth]] = VAL, TEST
+    return role
+
+
+def in_query_half(seed: int, when: int, user: np.ndarray, item: np.ndarray) -> np.ndarray:
+    """[N] whether a rating is in its user's query half (the smaller one of an odd number), by a hash of seed, round, user and item."""
+    order = np.lexsort((_pair_hash(purpose_base(seed, when, "query"), user, item), user))
+    _, first, counts = np.unique(user[order], return_index=True, return_counts=True)
+    query = np.empty(len(user), bool)
+    query[order] = np.arange(len(user)) - np.repeat(first, counts) < np.repeat(counts // 2, counts)
+    return query
 
 
 def _last_is_test(data: Interactions, protocol: Protocol, user: np.ndarray, item: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -290,10 +402,66 @@ def _sample(
         touched[c] = rows
 
 
-def sample_round(split: Split, cohort: np.ndarray, negatives: int, seed: int, when: int) -> Samples:
-    """Positives and freshly drawn negatives of every client in the cohort."""
+@njit(parallel=True, nogil=True, cache=True)
+def _sample_ratings(
+    stream: np.ndarray,
+    clients: np.ndarray,
+    train_ptr: np.ndarray,
+    train_item: np.ndarray,
+    train_rating: np.ndarray,
+    avoid_ptr: np.ndarray,
+    avoid_item: np.ndarray,
+    items: int,
+    known: bool,
+    ptr: np.ndarray,
+    label: np.ndarray,
+    row: np.ndarray,
+) -> None:
+    """For each client: its rated items, then different ones outside its `avoid` list, as many as there is room for."""
+    for c in prange(clients.size):
+        u = clients[c]
+        rated = train_ptr[u + 1] - train_ptr[u]
+        start = ptr[c]
+        row[start : start + rated] = train_item[train_ptr[u] : train_ptr[u + 1]]
+        label[start : start + rated] = train_rating[train_ptr[u] : train_ptr[u + 1]]
+        extra = ptr[c + 1] - start - rated
+        if extra == 0:
+            continue
+        avoid = avoid_item[avoid_ptr[u] : avoid_ptr[u + 1]]
+        order = np.arange(items - avoid.size)
+        for i in range(extra):
+            j = i + below(stream[c], i, order.size - i)
+            order[i], order[j] = order[j], order[i]
+            row[start + rated + i] = unseen(avoid, order[i])
+        label[start + rated : ptr[c + 1]] = label[start : start + rated].mean() if known else np.nan
+
+
+def _rating_samples(split: Split, cohort: np.ndarray, extra: int, seed: int, when: int, rating: str) -> Samples:
+    avoid_ptr, avoid_item = _avoided(split)
+    rated = split.train_counts[cohort]
+    ptr = _from_counts(rated + np.minimum(extra * rated, split.items - np.diff(avoid_ptr)[cohort]))
+    row, label = np.empty(ptr[-1], np.int32), np.empty(ptr[-1], np.float32)
+    _sample_ratings(keys(seed, when, "extra", cohort), cohort, split.train_ptr, split.train_item, split.train_rating, avoid_ptr, avoid_item,
+                    split.items, rating == "mean", ptr, label, row)  # fmt: skip
+    local = (np.arange(ptr[-1]) - np.repeat(ptr[:-1], np.diff(ptr))).astype(np.int32)
+    return Samples(cohort, ptr, local, label, ptr, row)
+
+
+def _avoided(split: Split) -> tuple[np.ndarray, np.ndarray]:
+    """The items, CSR, that a client never draws."""
     leaky = split.protocol.train_negatives == "leaky"
-    avoid_ptr, avoid_item = (split.seen_ptr, split.seen_item) if leaky else (split.train_ptr, split.train_item)
+    return (split.seen_ptr, split.seen_item) if leaky else (split.train_ptr, split.train_item)
+
+
+def sample_round(split: Split, cohort: np.ndarray, negatives: int, seed: int, when: int, rating: str = "mean") -> Samples:
+    """Positives and freshly drawn negatives of every client in the cohort.
+
+    On a rating split: its ratings, and different items without one, `negatives` for each rating or all there are, whose label is the
+    client's mean rating, or not a number if `rating` is "unknown".
+    """
+    if split.protocol.ratings:
+        return _rating_samples(split, cohort, negatives, seed, when, rating)
+    avoid_ptr, avoid_item = _avoided(split)
     has_unseen = split.items > np.diff(avoid_ptr)[cohort]
     counts = split.train_counts[cohort] * np.where(has_unseen, negatives + 1, 1)
     ptr = _from_counts(counts)

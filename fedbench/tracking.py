@@ -82,10 +82,10 @@ class RunLog:
             out.mkdir(parents=True, exist_ok=True)
             if not resume and (out / "config.json").exists():
                 raise FileExistsError
-            _write_json(out / "config.json", config)
+            write_json(out / "config.json", config)
             earlier = _read_json(out / "env.json").get("mlflow_run_id") if resume else None
             env = environment()
-            _write_json(out / "env.json", {**env, "mlflow_run_id": earlier} if earlier else env)
+            write_json(out / "env.json", {**env, "mlflow_run_id": earlier} if earlier else env)
             log_file = attach_log_file(out)
         except FileExistsError:
             if out.is_dir():
@@ -100,7 +100,7 @@ class RunLog:
         all_tags = {"kind": "run", "out": str(out), **commit, **dirty, **resumed, **tags}
 
         def note(run_id: str) -> None:
-            _write_json(out / "env.json", {**env, "mlflow_run_id": run_id})
+            write_json(out / "env.json", {**env, "mlflow_run_id": run_id})
 
         if not mlflow:
             return cls(out, config, env, log_file, None)
@@ -149,7 +149,7 @@ class RunLog:
         summary = plain(summary)
         per_client.to_parquet(self.out / "per_client.parquet", index=False)
         self._draw(summary, per_client)
-        _write_json(self.out / "summary.json", summary)
+        write_json(self.out / "summary.json", summary)
         if self._mirror:
             # what the config holds is a param already
             final = final_metrics({key: value for key, value in summary.items() if self._config.get(key) != value})
@@ -190,6 +190,8 @@ class RunLog:
 
         leaky = bool(summary.get("leaky"))
         title = " · ".join(str(summary[key]) for key in ("algo", "dataset", "protocol") if key in summary)
+        if summary.get("protocol_fields", {}).get("fold") is not None:
+            title += f" · fold {summary['protocol_fields']['fold']}"
         if "seed" in summary:
             title += f" · seed {summary['seed']}"
         candidates = int(summary.get("protocol_fields", {}).get("eval_negatives", 99)) + 1
@@ -369,7 +371,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
     _write(path, _json(value))
 
 

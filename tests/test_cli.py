@@ -150,7 +150,7 @@ def test_the_printed_config_is_json_alone_and_reads_back(args: list[str], tmp_pa
     assert err == ""
     shown = json.loads(out)
     assert [shown[key] for key in ("protocol", "sizes", "mlflow", "clients_per_round")] == ["published", [3, 2], False, 7]
-    assert {field.name for field in fields(Protocol)} - {"name"} <= set(shown)
+    assert {field.name for field in fields(Protocol)} - {"name", "folds", "fold"} <= set(shown)
     assert {field.name for field in fields(Algorithm)} <= set(shown)
     back = resolve(["--config", written(tmp_path, out)])
     assert back.to_dict() == shown and back.protocol == PRESETS["published"]
@@ -385,17 +385,6 @@ def test_errors_become_exit_codes(error: BaseException, code: int, line: str, ca
     assert capsys.readouterr().err == line
     assert cli.guard(command, ["--debug"]) == code
     assert "Traceback" in capsys.readouterr().err
-
-
-def test_mean_and_deviation_over_seeds() -> None:
-    common = {"algo": "a", "dataset": "d", "protocol": "clean", "leaky": False}
-    runs = [{**common, "seed": seed, "test": {"hr_10": value, "note": "x"}} for seed, value in enumerate((0.1, 0.2, 0.3))]
-    # mean .2; squared deviations .01, 0, .01 over n - 1 = 2 give .01, so .1
-    assert cli.over_seeds(runs).splitlines()[1].split() == ["hr_10", "0.2000", "±", "0.1000"]
-    assert "LEAKY" not in cli.over_seeds(runs) and "refit" not in cli.over_seeds(runs)
-    refitted = [{**run, "refit": {"rounds": 3, "test": {"hr_10": run["test"]["hr_10"] + 0.5}}} for run in runs]
-    assert cli.over_seeds(refitted).splitlines()[2].split() == ["refit", "hr_10", "0.7000", "±", "0.1000"]
-    assert "LEAKY" in cli.over_seeds([{**run, "leaky": True} for run in runs])
 
 
 @pytest.mark.parametrize(

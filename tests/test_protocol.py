@@ -16,6 +16,7 @@ from fedbench.protocol import CHOICES, PRESETS, Protocol
 
 CLEAN: dict[str, Any] = {"name": "clean", "split": "auto", "ties": "hash", "train_negatives": "clean", "select_on": "val",
          "min_interactions": 5, "eval_negatives": 99, "candidates": "apart", "split_seed": 0}  # fmt: skip
+FOLDS: dict[str, Any] = {"folds": 5, "fold": None}
 
 
 @cache
@@ -28,9 +29,9 @@ def timeless() -> Interactions:
 
 
 def test_presets_are_what_the_design_says() -> None:
-    assert asdict(PRESETS["clean"]) == CLEAN
-    assert asdict(PRESETS["ncf"]) == CLEAN | {"name": "ncf", "split": "ncf", "min_interactions": 0, "candidates": "ncf"}
-    assert asdict(PRESETS["published"]) == CLEAN | {
+    assert asdict(PRESETS["clean"]) == CLEAN | FOLDS
+    assert asdict(PRESETS["ncf"]) == CLEAN | FOLDS | {"name": "ncf", "split": "ncf", "min_interactions": 0, "candidates": "ncf"}
+    assert asdict(PRESETS["published"]) == CLEAN | FOLDS | {
         "name": "published", "ties": "first", "train_negatives": "leaky", "select_on": "test", "min_interactions": 10, "candidates": "same"
     }  # fmt: skip
     assert all(getattr(preset, field) in words for preset in PRESETS.values() for field, words in CHOICES.items())
@@ -38,7 +39,7 @@ def test_presets_are_what_the_design_says() -> None:
 
 @pytest.mark.parametrize(
     ("negatives", "select_on", "leaky"),
-    [("clean", "val", False), ("leaky", "val", True), ("clean", "test", True), ("leaky", "test", True)],
+    [("clean", "val", False), ("leaky", "val", True), ("clean", "test", True), ("leaky", "test", True), ("clean", "last", False)],
 )
 def test_either_leak_makes_a_protocol_leaky(negatives: str, select_on: str, leaky: bool) -> None:
     assert Protocol(train_negatives=negatives, select_on=select_on).leaky is leaky
@@ -50,11 +51,31 @@ def test_leaky_presets() -> None:
 
 def test_every_field_and_the_data_change_the_fingerprint() -> None:
     other: dict[str, Any] = {name: value + type(value)(1) for name, value in CLEAN.items()}
-    assert set(other) == {f.name for f in fields(Protocol)}
+    assert {*other, *FOLDS} == {f.name for f in fields(Protocol)}
     changed = [replace(Protocol(), **{name: value}) for name, value in other.items()]
     prints = [Protocol().fingerprint("a"), Protocol().fingerprint("b"), *(protocol.fingerprint("a") for protocol in changed)]
     assert len(set(prints)) == len(prints) == 2 + len(CLEAN)
     assert all(len(p) == 16 and int(p, 16) >= 0 for p in prints)
+
+
+def test_only_the_fields_that_a_split_looks_at_change_its_fingerprint() -> None:
+    folds, ranking = {"folds": 7, "fold": 2}, {"ties": "first", "eval_negatives": 9, "candidates": "same"}
+    for split, ignored in (("time", folds), ("users", folds | ranking), ("kfold", ranking)):
+        plain = Protocol(split=split)
+        for name, value in (folds | ranking).items():
+            assert (replace(plain, **{name: value}).fingerprint("a") == plain.fingerprint("a")) == (name in ignored), (split, name)
+
+
+def test_folds_have_no_validation_data_so_the_last_round_is_reported() -> None:
+    assert Protocol(split="kfold").resolve(timed()).select_on == "last"
+    assert Protocol(split="users").resolve(timed()).select_on == "val"
+    assert Protocol(split="kfold", select_on="test").resolve(timed()).leaky
+
+
+@pytest.mark.parametrize("split", ["kfold", "users"])
+def test_rating_splits_need_ratings(split: str) -> None:
+    with pytest.raises(UsageError, match=f"^--split {split} needs ratings, and synthetic has none"):
+        Protocol(split=split).resolve(replace(timed(), explicit=False))
 
 
 def test_equal_protocols_have_one_fingerprint() -> None:
