@@ -10,8 +10,9 @@ import torch
 from numba import njit
 
 from fedbench import config, fused
+from fedbench.central import Central
 from fedbench.draw import Draw
-from fedbench.errors import FedbenchError
+from fedbench.errors import FedbenchError, UsageError
 from fedbench.federation import Federation
 from fedbench.run import check_cohort, choose_device, prepare, set_threads
 from fedbench.tracking import setup_logging
@@ -45,6 +46,8 @@ def measure(run: config.RunConfig) -> dict[str, Any]:
         from tests import loop_engine
     except ImportError:
         raise FedbenchError("bench needs tests/loop_engine.py: run it from a checkout") from None
+    if isinstance(run.algorithm, Central):
+        raise UsageError(f"bench compares two ways to run clients; {run.algo} has none")
     threads = run.threads or 1
     set_threads(threads)
     split, data = prepare(run.dataset, run.protocol, run.data)

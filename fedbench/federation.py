@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedbench.algorithm import Algorithm, Tensors, World
+from fedbench.central import Central, Pool
 from fedbench.draw import Draw
 from fedbench.engine import Engine, Round, Uploads
 from fedbench.errors import FedbenchError
@@ -67,6 +68,8 @@ class Federation:
         self.round += 1
         a, engine = self.algorithm, self.engine
         samples = self.samples(self.round)
+        if isinstance(a, Central):
+            return self.central_round(a, Pool.of(samples, self.seed, self.round, engine.dtype, engine.device))
         result = engine.run_cohort(self.server, self.store, samples, self.round)
         if not torch.isfinite(result.loss).all():
             raise FedbenchError(f"the training loss is not finite in round {self.round}: training diverged; lower the learning rate")
@@ -78,6 +81,16 @@ class Federation:
         self.visits[samples.clients] += 1
         self.bytes_down += result.bytes_down
         return result
+
+    def central_round(self, algorithm: Central, pool: Pool) -> Round:
+        """One pass over everybody's samples in one place: nobody is visited and nothing travels."""
+        engine = self.engine
+        draw = Draw(self.seed, self.round, None, engine.dtype, engine.device)
+        self.server, loss = algorithm.epoch(self.server, pool, draw, engine.kernels)
+        if not torch.isfinite(loss):
+            raise FedbenchError(f"the training loss is not finite in round {self.round}: training diverged; lower the learning rate")
+        nobody = Uploads(engine.world, torch.zeros(0, dtype=torch.int64))
+        return Round(nobody, loss.reshape(1), bytes_down=0, updates=sum(value.numel() for value in self.server.values()))
 
     def state(self) -> Tensors:
         """What the server and all clients hold, by name; not copied."""

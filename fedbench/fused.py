@@ -626,6 +626,55 @@ def train_neumf(
         steps[c] = step
 
 
+@njit(nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
+def train_pool(
+    user: np.ndarray,
+    item: np.ndarray,
+    label: np.ndarray,
+    users: np.ndarray,
+    items: np.ndarray,
+    first_users: np.ndarray,
+    first_items: np.ndarray,
+    second_users: np.ndarray,
+    second_items: np.ndarray,
+    step: int,
+    batch: int,
+    lr: float,
+    l2: float,
+    tiny: float,
+) -> float:
+    """One pass over pooled samples [S] of a dot product with BCE and an L2 penalty on a sample's rows; tables [U, d], [M, d] in place.
+
+    Adam moves every row in every step, as torch.optim.Adam does; returns the mean BCE.
+    """
+    d = users.shape[1]
+    kind = users.dtype.type
+    one, zero = kind(1), kind(0)
+    grad_users, grad_items = np.empty_like(users), np.empty_like(items)
+    total = 0.0
+    for start in range(0, label.size, batch):
+        stop = min(start + batch, label.size)
+        share = kind(1 / (stop - start))
+        shrink = kind(2 * l2 / (stop - start))
+        grad_users[:] = 0
+        grad_items[:] = 0
+        for s in range(start, stop):
+            p, q, gp, gq = users[user[s]], items[item[s]], grad_users[user[s]], grad_items[item[s]]
+            logit = zero
+            for j in range(d):
+                logit += p[j] * q[j]
+            linear, factor, slope = _bce(logit, label[s], one, tiny)
+            total += linear + math.log(factor)
+            error = slope * share
+            for j in range(d):
+                gp[j] += error * q[j] + shrink * p[j]
+                gq[j] += error * p[j] + shrink * q[j]
+        step += 1
+        _adam(users.reshape(-1), grad_users.reshape(-1), first_users.reshape(-1), second_users.reshape(-1), step, lr, tiny)
+        _adam(items.reshape(-1), grad_items.reshape(-1), first_items.reshape(-1), second_items.reshape(-1), step, lr, tiny)
+    return total / label.size
+
+
 def train(
     plan: DotBCE,
     samples: Any,

@@ -26,6 +26,8 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert all(word in out for word in ("batched engine", "loop engine", "ratio", "of the limit", "a whole round"))
     assert main(["bench", "--help"]) == 0
+    assert main(["bench", "--algo", "central_mf", *SMALL[:-2]]) == 2
+    assert "central_mf has none" in capsys.readouterr().err
 
 
 def test_the_limit_is_a_rate() -> None:
