@@ -12,6 +12,7 @@ from fedbench.registry import nearest
 
 COMMANDS = {
     "train": ("fedbench.cli:train", "one run, as train.py"),
+    "sweep": ("fedbench.sweep:main", "many runs: grids and studies"),
     "audit": ("fedbench.audit:main", "prove that a protocol does not leak"),
     "bench": ("fedbench.bench:main", "measure speed"),
     "fetch": ("fedbench.cli:fetch", "bring datasets into the cache"),

@@ -250,7 +250,7 @@ def resolve(argv: Sequence[str]) -> RunConfig:
 
 def parse(argv: Sequence[str]) -> Request:
     """Read the command line in two steps: first the algorithm, then all flags, that algorithm's own included."""
-    first = _Parser(add_help=False, allow_abbrev=False)
+    first = Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--algo")
     first.add_argument("--config")
     early, _ = first.parse_known_args(argv)
@@ -491,7 +491,9 @@ def _members(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Errors are raised, for the edge to print."""
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(message.removeprefix("argument "))
 
@@ -513,7 +515,7 @@ def _parser(algo: str | None, cls: type[Algorithm] | None, groups: Mapping[str, 
     if cls is None:
         about += "\nEach algorithm has flags and defaults of its own: `python train.py --algo NAME --help` shows them."
     example = algo or next(iter(registry.algorithms()), "NAME")
-    parser = _Parser(
+    parser = Parser(
         prog="python train.py",
         usage="python train.py --algo NAME --dataset NAME [flags]",
         description=about,
@@ -566,32 +568,32 @@ def _shown(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """A .json or .toml file as a flat dict; keys with underscores."""
+def read_config(path: Path, flag: str = "--config") -> dict[str, Any]:
+    """A .json or .toml file as a dict; keys with underscores. Errors name the flag that gave the file."""
     if path.suffix not in (".json", ".toml"):
-        raise UsageError(f"--config {path}: must end in .json or .toml")
+        raise UsageError(f"{flag} {path}: must end in .json or .toml")
     try:
         text = path.read_bytes().decode("utf-8-sig")
         values = json.loads(text, object_pairs_hook=_pairs) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
-        raise UsageError(f"--config {path}: cannot be read: {error.strerror}") from error
+        raise UsageError(f"{flag} {path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise UsageError(f"--config {path}, line {line}: not UTF-8 text") from error
+        raise UsageError(f"{flag} {path}, line {line}: not UTF-8 text") from error
     except json.JSONDecodeError as error:
-        raise UsageError(f"--config {path}, line {error.lineno}: {error.msg}") from error
+        raise UsageError(f"{flag} {path}, line {error.lineno}: {error.msg}") from error
     except tomllib.TOMLDecodeError as error:
         # 3.11 gives the line in the message only: "... (at line 2, column 5)" or "(at end of document)".
         found = re.search(r" \(at (?:line (\d+), .*|end of document)\)$", str(error))
         line = int(found[1]) if found and found[1] else text.count("\n") + 1
-        raise UsageError(f"--config {path}, line {line}: {str(error)[: found.start()] if found else error}") from error
+        raise UsageError(f"{flag} {path}, line {line}: {str(error)[: found.start()] if found else error}") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"--config {path}: {error}") from error
+        raise UsageError(f"{flag} {path}: {error}") from error
     if not isinstance(values, dict):
-        raise UsageError(f"--config {path}, line 1: must hold an object of flag names and values, not a {type(values).__name__}")
+        raise UsageError(f"{flag} {path}, line 1: must hold an object of flag names and values, not a {type(values).__name__}")
     plain = {key.replace("-", "_"): value for key, value in values.items()}
     if len(plain) < len(values):
-        raise UsageError(f"--config {path}: a key stands there twice, with - and with _")
+        raise UsageError(f"{flag} {path}: a key stands there twice, with - and with _")
     return plain
 
 

@@ -1,4 +1,4 @@
-"""Figures of one run. They are built on Figure objects, without pyplot, so that no state is shared between runs or threads."""
+"""Figures of runs and sweeps. They are built on Figure objects, without pyplot, so that no state is shared between runs or threads."""
 
 from __future__ import annotations
 
@@ -52,6 +52,55 @@ def distribution(per_client: pd.DataFrame, leaky: bool, title: str, candidates: 
         return figure
     _rank_curve(left, ranked["rank_test"].to_numpy(), candidates)
     _hit_by_size(right, ranked["train_items"].to_numpy(), ranked["rank_test"].to_numpy() <= 10, candidates)
+    return figure
+
+
+def heatmap(means: pd.DataFrame, x: str, y: str, metric: str, names: tuple[str, str], title: str) -> Figure:
+    """One cell a combination of x and y, with its mean and half of its interval (`<metric>_pm`); leaky ones say so."""
+    columns, rows = list(dict.fromkeys(means[x])), list(dict.fromkeys(means[y]))
+    values = np.full((len(rows), len(columns)), np.nan)
+    figure = Figure(figsize=(max(5.5, 2.2 + 1.15 * len(columns)), max(3.6, 1.8 + 0.62 * len(rows))), dpi=100, facecolor="white")
+    axes = figure.subplots()
+    for _, told in means.iterrows():
+        values[rows.index(told[y]), columns.index(told[x])] = told[metric]
+    image = axes.imshow(values, aspect="auto", cmap="viridis", origin="lower")
+    middle = (np.nanmin(values) + np.nanmax(values)) / 2
+    for _, told in means.iterrows():
+        row, column = rows.index(told[y]), columns.index(told[x])
+        interval = "" if np.isnan(told[f"{metric}_pm"]) else f"\n± {told[f'{metric}_pm']:.3f}"
+        text = f"{told[metric]:.3f}{interval}" + ("\nLEAKY" if told["leaky"] else "")
+        color = LEAK if told["leaky"] else "black" if told[metric] > middle else "white"
+        axes.text(column, row, text, ha="center", va="center", fontsize=9, color=color, fontweight="bold" if told["leaky"] else "normal")
+    axes.set_xticks(range(len(columns)), [str(value) for value in columns])
+    axes.set_yticks(range(len(rows)), [str(value) for value in rows])
+    axes.set_xlabel(names[0])
+    axes.set_ylabel(names[1])
+    axes.set_title(title, loc="left", fontsize=11)
+    figure.colorbar(image, ax=axes, fraction=0.05, pad=0.02)
+    figure.tight_layout()
+    return figure
+
+
+def curve(means: pd.DataFrame, x: str, name: str, metric: str, label: str, title: str) -> Figure:
+    """The mean by one axis, with its interval as bars."""
+    figure = Figure(figsize=(7, 4.5), dpi=100, facecolor="white")
+    axes = figure.subplots()
+    numbers = all(isinstance(value, int | float) for value in means[x])
+    places = list(means[x]) if numbers else list(range(len(means)))
+    pairs = sorted(zip(places, means[metric], means[f"{metric}_pm"], strict=True))
+    places, values, spread = ([pair[i] for pair in pairs] for i in range(3))
+    axes.errorbar(places, values, yerr=np.nan_to_num(spread), color=HR, marker="o", capsize=3, linestyle="-" if numbers else "")
+    if not numbers:
+        labels = [f"{value}\nLEAKY" if leaky else str(value) for value, leaky in zip(means[x], means["leaky"], strict=True)]
+        axes.set_xticks(places, labels)
+    elif means["leaky"].any():
+        axes.text(0.01, 0.97, "LEAKY", transform=axes.transAxes, color=LEAK, fontweight="bold", va="top")
+    axes.set_xlabel(name)
+    axes.set_ylabel(f"test {label}")
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    figure.tight_layout()
     return figure
 
 

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fedbench")
 
 PACKAGES = ("torch", "numpy", "numba", "mlflow", "cvxpy")
+CHILD_OF = "mlflow.parentRunId"
+"""the tag by which MLflow knows the parent of a run; the parent comes from the environment: FEDBENCH_PARENT_RUN"""
+FILES = ("summary.json", "config.json", "per_client.parquet", "figures")
+"""what of a run's folder MLflow keeps as artifacts"""
 FLUSH_SECONDS = 5.0
 """how often rounds reach MLflow"""
 
@@ -83,7 +87,7 @@ class RunLog:
             if not resume and (out / "config.json").exists():
                 raise FileExistsError
             write_json(out / "config.json", config)
-            earlier = _read_json(out / "env.json").get("mlflow_run_id") if resume else None
+            earlier = read_json(out / "env.json").get("mlflow_run_id") if resume else None
             env = environment()
             write_json(out / "env.json", {**env, "mlflow_run_id": earlier} if earlier else env)
             log_file = attach_log_file(out)
@@ -97,7 +101,8 @@ class RunLog:
         commit = {"git_commit": env["git_commit"], "mlflow.source.git.commit": env["git_commit"]} if env["git_commit"] else {}
         dirty = {"git_dirty": str(env["git_dirty"]).lower()} if commit else {}
         resumed = {"resumes": earlier} if earlier else {}
-        all_tags = {"kind": "run", "out": str(out), **commit, **dirty, **resumed, **tags}
+        parent = {CHILD_OF: os.environ["FEDBENCH_PARENT_RUN"]} if os.environ.get("FEDBENCH_PARENT_RUN") else {}
+        all_tags = {"kind": "run", "out": str(out), **commit, **dirty, **resumed, **parent, **tags}
 
         def note(run_id: str) -> None:
             write_json(out / "env.json", {**env, "mlflow_run_id": run_id})
@@ -108,7 +113,7 @@ class RunLog:
         order = {
             "out": str(out.absolute()),
             "experiment": experiment,
-            "run_name": run_name,
+            "run_name": os.environ.get("MLFLOW_RUN_NAME") or run_name,
             "params": params_of(config),
             "tags": {**all_tags, **mirror.who()},
             "resumes": earlier,
@@ -151,10 +156,7 @@ class RunLog:
         self._draw(summary, per_client)
         write_json(self.out / "summary.json", summary)
         if self._mirror:
-            # what the config holds is a param already
-            final = final_metrics({key: value for key, value in summary.items() if self._config.get(key) != value})
-            files = [self.out / name for name in ("summary.json", "config.json", "per_client.parquet", "figures")]
-            self._end_mirror("FINISHED", final, files)
+            self._end_mirror("FINISHED", final_metrics(summary, self._config), [self.out / name for name in FILES])
             if self.link:
                 logger.info("charts: %s%s", self.link, " (start the UI with `make ui`)" if self.link.startswith(mirror.LOCAL_UI) else "")
         self._close()
@@ -268,6 +270,28 @@ class Mirror:
                     self._note(answer["run_id"])
 
 
+def mlflow_run_of(out: Path) -> str | None:
+    """The id of a run's copy in MLflow, as its folder knows it."""
+    return read_json(out / "env.json").get("mlflow_run_id")
+
+
+def copy_again(out: Path, experiment: str, parent: str, run_name: str) -> None:
+    """Bring a finished run's folder into MLflow, or what is missing of it there."""
+    config, summary = read_json(out / "config.json"), read_json(out / "summary.json")
+    tags = {"kind": "run", "out": str(out), CHILD_OF: parent, "leaky": "LEAKY" if summary["leaky"] else "no"}
+    order = {
+        "out": str(out.absolute()),
+        "experiment": experiment,
+        "run_name": run_name,
+        "params": params_of(config),
+        "tags": {**tags, **{key: summary[key] for key in ("dataset", "protocol_fingerprint")}, **mirror.who()},
+        "resumes": mlflow_run_of(out),
+    }
+    copy = mirror.Copy(order)
+    copy.end("FINISHED", final_metrics(summary, config), [str(out / name) for name in FILES])
+    write_json(out / "env.json", {**read_json(out / "env.json"), "mlflow_run_id": copy.run_id})
+
+
 def params_of(config: dict[str, Any]) -> dict[str, str]:
     """The config as MLflow params: flat, all strings, with the short names n and e beside the long ones."""
     config = flat(config)
@@ -282,10 +306,13 @@ def params_of(config: dict[str, Any]) -> dict[str, str]:
     return params
 
 
-def final_metrics(summary: dict[str, Any]) -> dict[str, float]:
-    """The summary's numbers by MLflow name: best/val/..., best/test/..., refit/test/..., and summary/... for all else."""
+def final_metrics(summary: dict[str, Any], config: dict[str, Any]) -> dict[str, float]:
+    """The summary's numbers by MLflow name: best/val/..., best/test/..., refit/test/..., and summary/... for all else.
+
+    What the config holds is a param already.
+    """
     metrics: dict[str, float] = {}
-    for key, value in flat(summary).items():
+    for key, value in flat({key: value for key, value in summary.items() if config.get(key) != value}).items():
         name = key.replace(".", "/")
         if isinstance(value, int | float) and not isinstance(value, bool):
             place = "best/" if name.startswith(("val/", "test/")) else "" if name.startswith("refit/") else "summary/"
@@ -360,7 +387,7 @@ def flat(nested: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):

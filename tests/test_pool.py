@@ -1,0 +1,94 @@
+"""Jobs as processes: their order, their end, and that they never outlive whoever started them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fedbench import pool
+
+ROOT = Path(__file__).parents[1]
+
+
+def job(folder: Path, key: str, code: str) -> pool.Job:
+    return pool.Job(key, [sys.executable, "-c", code], folder / f"{key}.log")
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    for _ in range(1200):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it did not happen within a minute")
+
+
+def test_each_job_begins_and_ends_and_one_failure_stops_nobody(tmp_path: Path) -> None:
+    codes = {"a": "print('fine')", "b": "import sys; print('fedbench: error: no', file=sys.stderr); sys.exit(3)"}
+    codes |= {"c": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "d": "import os; print(os.environ['HELLO'])"}
+    jobs = [job(tmp_path, key, code) for key, code in codes.items()]
+    jobs[3].env["HELLO"] = "you"
+    events = list(pool.run(jobs, at_once=2))
+    assert [event.key for event in events if event.code is None] == ["a", "b", "c", "d"]
+    ended = {event.key: event.code for event in events if event.code is not None}
+    assert ended == {"a": 0, "b": 3, "c": -signal.SIGKILL, "d": 0}
+    # never more than two at once
+    running, most = 0, 0
+    for event in events:
+        running += 1 if event.code is None else -1
+        most = max(most, running)
+    assert most == 2
+    assert (tmp_path / "d.log").read_text() == "you\n"
+    assert pool.last_error(tmp_path / "b.log", 3) == "fedbench: error: no"
+    assert pool.last_error(tmp_path / "c.log", -9).startswith("killed by SIGKILL")
+    assert "exit code 4, and not a word" in pool.last_error(tmp_path / "none.log", 4)
+
+
+SAVES = """
+import pathlib, signal, sys, time
+try:
+    pathlib.Path(sys.argv[1]).touch()
+    time.sleep(600)
+except KeyboardInterrupt:
+    pathlib.Path(sys.argv[1] + ".saved").touch()
+"""
+
+
+def test_an_interrupt_lets_jobs_save_their_state(tmp_path: Path) -> None:
+    jobs = [pool.Job(key, [sys.executable, "-c", SAVES, str(tmp_path / key)], tmp_path / f"{key}.log") for key in "ab"]
+    events = pool.run(jobs, at_once=2)
+    assert [next(events).key, next(events).key] == ["a", "b"]
+    wait_for(lambda: (tmp_path / "a").exists() and (tmp_path / "b").exists())
+    with pytest.raises(KeyboardInterrupt):
+        events.throw(KeyboardInterrupt)
+    assert (tmp_path / "a.saved").exists() and (tmp_path / "b.saved").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_jobs_end_with_a_killed_parent(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    child = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    parent = (
+        "import sys; from pathlib import Path; from fedbench import pool\n"
+        f"list(pool.run([pool.Job('a', [sys.executable, '-c', {child!r}], Path({str(tmp_path / 'log')!r}))], 1))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT)
+    wait_for(lambda: pid.exists() and pid.read_text())
+    process.kill()
+    process.wait()
+    number = int(pid.read_text())
+
+    def gone() -> bool:
+        try:
+            os.kill(number, 0)
+        except ProcessLookupError:
+            return True
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+    wait_for(gone)
