@@ -3,13 +3,17 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export MLFLOW_DISABLE_TELEMETRY := true
 
-.PHONY: run test lint setup ui clean
+.PHONY: run test test-ray lint setup ui clean
 
 run: setup
 	$(PY) train.py --algo fedem --dataset filmtrust --alpha 0.9
 
 test: setup lint
 	$(PY) -m pytest -n auto
+
+test-ray: setup
+	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements-ray.txt
+	$(PY) -m pytest tests/test_ray_pool.py -m ray
 
 lint: setup
 	$(PY) -m ruff check .

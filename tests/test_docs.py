@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 
 import fedbench
-from fedbench import cli, config, registry
+from fedbench import cli, config, registry, study, sweep
 from fedbench.algorithm import Algorithm
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGE_NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 ROOMS = "fedbench|algorithms|datasets|sweeps|tests|docs"
+
+OTHERS = r"ray|python -m mlflow|python -m pip"
+"""commands whose flags are not ours"""
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=PAGE_NAMES)
 
@@ -73,12 +76,23 @@ def test_commands_are_understood(page: Path, folder: Path) -> None:
 
 
 @each_page
+def test_sweeps_are_understood(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = ("python sweeps/grid.py", "python -m fedbench sweep")
+    for line in (line for text in blocks(page, "bash") for line in text.replace("\\\n", " ").splitlines() if line.startswith(starts)):
+        own, rest = sweep.split_line(shlex.split(line, comments=True)[2 if "grid.py" in line else 4 :])
+        if "--help" not in own:
+            options = sweep.parser().parse_args(own)
+            assert study.read(rest, options.study and ROOT / options.study).points
+
+
+@each_page
 def test_flags_exist(page: Path, folder: Path) -> None:
     classes: list[type[Algorithm]] = [*registry.algorithms().values(), *(registry.algorithm(name) for name in examples())]
     flags = [flag for cls in classes for group in config.flag_groups(cls).values() for flag in group]
     known = {flag.option for flag in flags} | {f"--no-{flag.option[2:]}" for flag in flags if flag.item_kind is bool}
-    known |= {"--config", "--list", "--print-config", "--help"}
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", page.read_text(encoding="utf-8")))
+    known |= {"--config", "--list", "--print-config", "--help", *sweep.own_options()}
+    text = re.sub(rf"^(?:{OTHERS}) .*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
     assert named <= known
 
 
