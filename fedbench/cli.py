@@ -36,7 +36,7 @@ def train(argv: list[str]) -> int:
         if len(request.configs) == 1:
             run(request.configs[0])
         else:
-            run_several(request.configs, request.out)
+            run_several(request.configs, request.out, request.jobs)
     return 0
 
 

@@ -39,7 +39,7 @@ CHOICES = {
 }
 AT_LEAST = {
     **dict.fromkeys(("rounds", "clients_per_round", "local_epochs", "batch_size", "dim", "eval_negatives"), 1),
-    **dict.fromkeys(("users", "items", "interactions", "threads", "block_rows", "eval_every", "budget_value"), 1),
+    **dict.fromkeys(("users", "items", "interactions", "threads", "block_rows", "eval_every", "budget_value", "jobs"), 1),
     **dict.fromkeys(("negatives", "stop_below", "min_interactions", "seed", "split_seed", "data_seed", "fold"), 0),
     "folds": 2,
 }
@@ -144,6 +144,8 @@ class Request(NamedTuple):
     print_config: bool
     out: Path | None = None
     """the folder that all of them are below, if one was named"""
+    jobs: int = 1
+    """how many of them at once"""
 
 
 @dataclass(frozen=True)
@@ -235,6 +237,7 @@ def _read_path(value: object) -> Path:
     return Path(os.path.expanduser(_read_str(value)))  # unlike Path.expanduser it leaves an unknown ~name alone
 
 
+JOBS = Flag("jobs", int, 1, "with several seeds or folds: runs at once, each a process; they share the CPU threads (default: 1)")
 _READ = {int: _read_int, float: _read_float, str: _read_str, bool: _read_bool, Path: _read_path}
 _EXPECTED = {int: "a whole number", float: "a number", str: "a word", bool: "true or false", Path: "a path"}
 _METAVAR = {int: "N", float: "X", str: "WORD", Path: "PATH", "algo": "NAME", "dataset": "NAME", "seeds": "N-N", "resume": "HOW"}
@@ -272,7 +275,8 @@ def parse(argv: Sequence[str]) -> Request:
     if "dataset" not in on_line | from_file:
         raise UsageError("--dataset is missing: name a dataset (python train.py --list shows them) or a path to a .csv file")
     out = on_line.get("out", from_file.get("out"))
-    return Request(_configs(cls, on_line, from_file), list=False, print_config=given.print_config, out=out)
+    jobs = JOBS.read(given.jobs, "--jobs")
+    return Request(_configs(cls, on_line, from_file), list=False, print_config=given.print_config, out=out, jobs=jobs)
 
 
 def _configs(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[str, Any]) -> list[RunConfig]:
@@ -431,7 +435,7 @@ def flag_groups(cls: type[Algorithm] | None) -> dict[str, list[Flag]]:
     run = {flag.key: flag for flag in _flags(RunConfig, CHOICES, skip=("algorithm", "data"))}
     run["protocol"] = dataclasses.replace(run["protocol"], kind=str, default="clean")
     run["recipe"] = dataclasses.replace(run["recipe"], kind=str | None, default=None)
-    seeds = _SeedsFlag("seeds", str, None, "several runs, one a seed, such as 0-4 or 0,1,2; ends with mean and deviation")
+    seeds = _SeedsFlag("seeds", str, None, "several runs, one a seed, such as 0-4 or 0,1,2; ends with mean, deviation and interval")
     shared = {field.name for field in dataclasses.fields(Algorithm)}
     trained = _flags(cls or Algorithm, (cls or Algorithm).choices)
     groups = {
@@ -480,7 +484,7 @@ def _refuse_odd(flag: Flag, cls: type) -> None:
 
 
 def _refuse_clashes(groups: Mapping[str, list[Flag]], cls: type[Algorithm] | None) -> None:
-    taken = {"help", "config", "list", "print_config"}
+    taken = {"help", "config", "list", "print_config", "jobs"}
     for flag in (flag for group in groups.values() for flag in group):
         if flag.key in taken:
             raise UsageError(f"algorithm {cls.name if cls else ''}: its field {flag.key!r} is a flag of every run too; rename it")
@@ -530,6 +534,7 @@ def _parser(algo: str | None, cls: type[Algorithm] | None, groups: Mapping[str, 
             _add(group, flag, cls)
         if title == "run":
             group.add_argument("--config", metavar="FILE", help="read flags from a .json or .toml file")
+            group.add_argument("--jobs", metavar="N", default=JOBS.default, help=JOBS.help)
             group.add_argument("--list", action="store_true", default=False, help="show algorithms and datasets, and end")
             group.add_argument(
                 "--print-config", action="store_true", default=False, help="show the resolved configuration as JSON, and end"
@@ -625,7 +630,7 @@ def _read_file_values(
 
 
 def _refuse_unknown_words(words: Sequence[str], flags: Mapping[str, Flag], cls: type[Algorithm] | None) -> None:
-    options = [*flags, "config", "list", "print_config", "help", *(f"no_{key}" for key in flags if flags[key].item_kind is bool)]
+    options = [*flags, "config", "jobs", "list", "print_config", "help", *(f"no_{key}" for key in flags if flags[key].item_kind is bool)]
     for word in words:
         if not word.startswith("-") or word.strip("-") == "":
             continue

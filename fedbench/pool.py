@@ -13,7 +13,9 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from fedbench.tracking import write_json
 
 log = logging.getLogger("fedbench")
 
@@ -51,15 +53,20 @@ class Child(NamedTuple):
     began: float
 
 
-def train_command(config_file: Path, out: Path, threads: int) -> list[str]:
-    """One run as a command; it goes on where a run in `out` stopped."""
-    words = ["--config", str(config_file), "--out", str(out), "--resume", "auto", "--threads", str(threads), "--quiet"]
-    return [sys.executable, str(ROOT / "train.py"), *words]
+def job(key: str, config: dict[str, Any], out: Path, work: Path, threads: int, **environment: str) -> Job:
+    """One run of train.py into `out`, or going on with what is there; its config and its log are kept in `work`."""
+    file = work / f"{key}.json"
+    work.mkdir(parents=True, exist_ok=True)
+    # the command line says the rest
+    write_json(file, {name: value for name, value in config.items() if name not in ("out", "resume", "threads", "quiet")})
+    words = ["--config", str(file), "--out", str(out), "--resume", "auto", "--threads", str(threads), "--quiet"]
+    limits = {"OMP_NUM_THREADS": str(threads), "NUMBA_NUM_THREADS": str(threads)}
+    return Job(key, [sys.executable, str(ROOT / "train.py"), *words], work / f"{key}.log", {**environment, **limits})
 
 
-def thread_limits(threads: int) -> dict[str, str]:
-    """Environment of a process that gets that many threads."""
-    return {"OMP_NUM_THREADS": str(threads), "NUMBA_NUM_THREADS": str(threads)}
+def threads_each(given: int | None, at_once: int) -> int:
+    """Threads of a run, if so many run at once."""
+    return given or max(1, (os.cpu_count() or 1) // at_once)
 
 
 def run(jobs: Sequence[Job], at_once: int) -> Generator[Event, None, None]:

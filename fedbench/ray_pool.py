@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from fedbench import mirror, pool
 from fedbench.errors import UsageError
 from fedbench.pool import Event
-from fedbench.tracking import write_json
 
 RETRIES = 3
 """how often a task is done again whose worker died"""
@@ -49,7 +48,7 @@ def run(tasks: Mapping[str, Task], folder: Path, cpus: int, gpus: float) -> Gene
     if any(task.told["mlflow"] for task in tasks.values()) and not mirror.tracking_uri().startswith("http"):
         raise UsageError("--backend ray logs to an MLflow server: set MLFLOW_TRACKING_URI=http://host:5000, or use --no-mlflow")
     passed = {key: os.environ[key] for key in PASSED_ON if key in os.environ}
-    environment = {**passed, **pool.thread_limits(cpus), "PYTHONPATH": str(pool.ROOT)}
+    environment = {**passed, "PYTHONPATH": str(pool.ROOT)}
     there = os.environ.get("RAY_ADDRESS")
     here: dict[str, Any] = {} if there else {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     ray.init(address=there, runtime_env={"env_vars": environment}, log_to_driver=False, logging_level="ERROR", **here)
@@ -84,6 +83,7 @@ def imported() -> Any:
 def received(ray: Any, reference: Any, key: str, folder: Path) -> Event:
     """Put a task's files where the pool would have put them, all or none."""
     log = folder / "work" / f"{key}.log"
+    log.parent.mkdir(exist_ok=True)
     try:
         outcome: Outcome = ray.get(reference)
     except ray.exceptions.RayError as error:
@@ -107,16 +107,16 @@ def run_point(task: Task, threads: int, code: str) -> Outcome:
     if source_digest() != code:
         return Outcome(1, 0.0, f"fedbench: error: {os.uname().nodename} has another version of the code in {pool.ROOT}; update it\n", {})
     with tempfile.TemporaryDirectory(prefix="fedbench-") as place:
-        file, out, log = Path(place) / "point.json", Path(place) / "run", Path(place) / "log"
-        write_json(file, task.told)
-        process = pool.start(pool.Job("", pool.train_command(file, out, threads), log, task.environment))
+        out = Path(place) / "run"
+        job = pool.job("point", task.told, out, Path(place), threads, **task.environment)
+        process = pool.start(job)
         try:
             process.wait()
         finally:
             pool.end([process])
         files = [path for path in out.rglob("*") if path.is_file() and "checkpoint" not in path.parts]
         content = {str(path.relative_to(out)): path.read_bytes() for path in files}
-        return Outcome(process.returncode, time.monotonic() - began, log.read_text(encoding="utf-8", errors="replace"), content)
+        return Outcome(process.returncode, time.monotonic() - began, job.log.read_text(encoding="utf-8", errors="replace"), content)
 
 
 def source_digest() -> str:

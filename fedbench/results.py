@@ -20,6 +20,7 @@ from fedbench.data import Interactions
 from fedbench.evaluate import (
     chance_metrics,
     client_errors,
+    client_metrics,
     metrics_of,
     popularity_ranks,
     ranking_metrics,
@@ -29,6 +30,7 @@ from fedbench.evaluate import (
 )
 from fedbench.federation import Federation
 from fedbench.protocol import Protocol
+from fedbench.significance import bootstrap, bounds
 from fedbench.split import Split
 
 
@@ -184,8 +186,11 @@ def per_client(parts: Split, outcome: Mapping[str, np.ndarray], refit: Mapping[s
     return pd.DataFrame(columns)
 
 
-def over_runs(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Runs that differ in seed or fold as one summary: means in the same keys, `std` of val and test, and `runs`, one entry each."""
+def over_runs(summaries: Sequence[dict[str, Any]], clients: Sequence[pd.DataFrame] = ()) -> dict[str, Any]:
+    """Runs that differ in seed or fold as one summary: means in the same keys, `std` of val and test, and `runs`, one entry each.
+
+    clients: the runs' rows a client; where all have the same clients, `interval` has the 95 % bootstrap intervals of the test metrics.
+    """
     merged: dict[str, Any] = {key: _merge([summary[key] for summary in summaries]) for key in summaries[0]}
     folds = [summary["protocol_fields"]["fold"] for summary in summaries]
     if len(set(folds)) > 1:
@@ -196,8 +201,23 @@ def over_runs(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         merged["seed"] = None
     told = ("seed", "best_round", "protocol_fingerprint", "val", "test", *(["refit"] if "refit" in merged else []))
     merged["std"] = {part: _deviation([summary[part] for summary in summaries]) for part in told if isinstance(merged[part], dict)}
+    if intervals := _intervals(clients):
+        merged["interval"] = {"test": {name: list(ends) for name, ends in intervals.items() if name in merged["test"]}}
     merged["runs"] = [{"fold": fold, **{key: summary[key] for key in told}} for fold, summary in zip(folds, summaries, strict=True)]
     return merged
+
+
+def _intervals(clients: Sequence[pd.DataFrame]) -> dict[str, tuple[float, float]]:
+    """Of the mean of each ranking metric over seeds and clients; empty if the runs ranked for different clients, or did not rank."""
+    if not clients or any("rank_test" not in frame or not frame["user"].equals(clients[0]["user"]) for frame in clients):
+        return {}
+    columns = {"": "rank_test", "full_": "full_rank_test"}
+    by_run = [
+        {f"{prefix}{name}": values for prefix, rank in columns.items() for name, values in client_metrics(frame[rank].to_numpy()).items()}
+        for frame in clients
+    ]
+    means = bootstrap([[run[name] for run in by_run] for name in by_run[0]])
+    return dict(zip(by_run[0], map(bounds, means), strict=True))
 
 
 def _deviation(values: list[Any]) -> Any:
@@ -222,7 +242,7 @@ def _merge(values: list[Any]) -> Any:
 
 
 def mean_table(merged: dict[str, Any]) -> str:
-    """Mean and sample standard deviation of each test metric of `over_runs`."""
+    """Mean, sample standard deviation and interval of each test metric of `over_runs`."""
     leaky = " LEAKY" if merged["leaky"] else ""
     over = {"seeds": [run["seed"] for run in merged["runs"]], "folds": [run["fold"] for run in merged["runs"]]}
     said = [f"{name} {', '.join(map(str, dict.fromkeys(values)))}" for name, values in over.items() if len(set(values)) > 1]
@@ -231,8 +251,12 @@ def mean_table(merged: dict[str, Any]) -> str:
     if "refit" in merged:
         tests["refit "] = merged["refit"]["test"], merged["std"]["refit"]["test"]
     width = 17 + max(map(len, tests))
+    intervals = merged.get("interval", {}).get("test", {})
     for prefix, (means, deviations) in tests.items():
-        lines += [f"  {prefix + name:<{width}} {mean:.4f} ± {deviations[name]:.4f}" for name, mean in means.items()]
+        for name, mean in means.items():
+            ends = "" if prefix or name not in intervals else "  [{:.4f}, {:.4f}]".format(*intervals[name])
+            lines.append(f"  {prefix + name:<{width}} {mean:.4f} ± {deviations[name]:.4f}{ends}")
+    lines.append("± standard deviation over runs" + ("; [95 % bootstrap interval of the mean over seeds and clients]" if intervals else ""))
     return "\n".join(lines)
 
 

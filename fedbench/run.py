@@ -16,11 +16,12 @@ from typing import Any, NoReturn
 
 import numba
 import numpy as np
+import pandas as pd
 import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from fedbench import checkpoint, mirror, registry
+from fedbench import checkpoint, mirror, pool, registry
 from fedbench.algorithm import Algorithm, Tensors
 from fedbench.config import RunConfig, placed, read_config
 from fedbench.data import Interactions
@@ -31,7 +32,7 @@ from fedbench.lock import claimed
 from fedbench.protocol import Protocol
 from fedbench.results import Best, final_table, human, mean_table, over_runs, peak_rss_mb, per_client, refit_summary, summarise
 from fedbench.split import Split, split
-from fedbench.tracking import RunLog, plain, setup_logging, write_json
+from fedbench.tracking import RunLog, plain, read_json, setup_logging, write_json
 
 log = logging.getLogger("fedbench")
 
@@ -41,15 +42,33 @@ KEEP_BEST_BYTES = 64 * 2**20
 """--keep-state auto: up to this size the reported round's state is copied whenever a round becomes the best"""
 
 
-def run_several(configs: Sequence[RunConfig], parent: Path | None) -> dict[str, Any]:
-    """One run after another, each in a folder of its own below `parent`, and their means in its summary.json."""
+def run_several(configs: Sequence[RunConfig], parent: Path | None, jobs: int = 1) -> dict[str, Any]:
+    """Runs each in a folder of its own below `parent`, one after another or `jobs` at once, and their means in its summary.json."""
     if parent is None:
         parent = new_folder(configs[0])
         configs = placed(configs, parent)
-    summary = over_runs([run(config) for config in configs])
+    summaries = [run(config) for config in configs] if jobs == 1 else in_processes(configs, parent / "work", jobs)
+    summary = over_runs(summaries, [pd.read_parquet(str(config.out / "per_client.parquet")) for config in configs if config.out])
     write_json(parent / "summary.json", plain(summary))
     print(f"\n{mean_table(summary)}\nfolder  {parent}")
     return summary
+
+
+def in_processes(configs: Sequence[RunConfig], work: Path, at_once: int) -> list[dict[str, Any]]:
+    """The summaries of runs in processes of their own, each into its config's folder."""
+    folders = {str(number): config.out for number, config in enumerate(configs) if config.out}
+    threads = pool.threads_each(configs[0].threads, at_once)
+    jobs = [pool.job(key, configs[int(key)].to_dict(), out, work, threads) for key, out in folders.items()]
+    failed = []
+    with tqdm(total=len(jobs), desc=configs[0].algo, unit="run", disable=configs[0].quiet, dynamic_ncols=True) as bar:
+        for event in pool.run(jobs, at_once):
+            if event.code is not None:
+                bar.update()
+            if event.code:
+                failed.append(f"{folders[event.key]}: {pool.last_error(work / f'{event.key}.log', event.code)}")
+    if failed:
+        raise FedbenchError(f"{len(failed)} of {len(jobs)} runs failed: {'; '.join(failed)}")
+    return [read_json(out / "summary.json") for out in folders.values()]
 
 
 def run(config: RunConfig) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import re
 import shlex
 import shutil
@@ -294,25 +293,15 @@ def events(
     points, folder = progress.what.points, progress.folder
     environment = {"FEDBENCH_PARENT_RUN": parent.run_id} if parent and parent.run_id else {}
     names = {key: {"MLFLOW_RUN_NAME": points[key].label} for key in keys}
-    (folder / "work").mkdir(exist_ok=True)
     if options.backend == "ray":
         from fedbench import ray_pool
 
-        runs = {key: ray_pool.Task(runnable(points[key].config.to_dict()), {**environment, **names[key]}) for key in keys}
-        return ray_pool.run(runs, folder, options.cpus_per_point, options.gpus_per_point)
-    threads = points[keys[0]].config.threads or max(1, (os.cpu_count() or 1) // options.jobs)
-    jobs = []
-    for key in keys:
-        file = folder / "work" / f"{key}.json"
-        write_json(file, runnable(points[key].config.to_dict()))
-        command = pool.train_command(file, folder / key, threads)
-        jobs.append(pool.Job(key, command, file.with_suffix(".log"), {**environment, **names[key], **pool.thread_limits(threads)}))
+        tasks = {key: ray_pool.Task(points[key].config.to_dict(), {**environment, **names[key]}) for key in keys}
+        return ray_pool.run(tasks, folder, options.cpus_per_point, options.gpus_per_point)
+    threads = pool.threads_each(points[keys[0]].config.threads, options.jobs)
+    work = folder / "work"
+    jobs = [pool.job(key, points[key].config.to_dict(), folder / key, work, threads, **environment, **names[key]) for key in keys]
     return pool.run(jobs, options.jobs)
-
-
-def runnable(told: dict[str, Any]) -> dict[str, Any]:
-    """A point's config as a file for train.py; the command line says the rest."""
-    return {key: value for key, value in told.items() if key not in ("out", "resume", "threads", "quiet")}
 
 
 def clear(folder: Path) -> None:

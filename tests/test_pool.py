@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,11 +11,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 
-from fedbench import pool
+from fedbench import cli, pool
+from fedbench.significance import interval
 
 ROOT = Path(__file__).parents[1]
+DATA = ["--dataset", "synthetic", "--users", "40", "--items", "80", "--interactions", "10"]
+SEEDS = ["--algo", "fedmf", *DATA, "--dim", "4", "--rounds", "2", "--seeds", "0-1", "--no-mlflow", "--quiet"]
 
 
 def job(folder: Path, key: str, code: str) -> pool.Job:
@@ -92,3 +98,22 @@ def test_jobs_end_with_a_killed_parent(tmp_path: Path) -> None:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
     wait_for(gone)
+
+
+def test_seeds_at_once_give_what_seeds_in_turn_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, words in (("turn", []), ("once", ["--jobs", "2", "--threads", "1"])):
+        assert cli.main([*SEEDS, *words, "--out", str(tmp_path / name)]) == 0
+    turn, once = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("turn", "once"))
+    assert once["test"] == pytest.approx(turn["test"], abs=1e-6) and len(once["runs"]) == 2
+    hits = [(pd.read_parquet(tmp_path / "once" / f"seed-{seed}" / "per_client.parquet")["rank_test"] <= 10).to_numpy() for seed in (0, 1)]
+    assert once["test"]["hr_10"] == pytest.approx(np.mean(hits))
+    # the resamples of several metrics share their clients, so the ends are those of another draw: equal but for resampling noise
+    low, high = once["interval"]["test"]["hr_10"]
+    assert (low, high) == pytest.approx(interval(hits), abs=0.03) and low < once["test"]["hr_10"] < high
+    assert f"± {once['std']['test']['hr_10']:.4f}  [{low:.4f}, {high:.4f}]" in capsys.readouterr().out
+
+
+def test_a_seed_that_fails_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*SEEDS, "-n", "999", "--jobs", "2", "--out", str(tmp_path / "s")]) == 1
+    said = capsys.readouterr().err
+    assert "2 of 2 runs failed" in said and "999 is more than the 40 clients" in said and said.count("\n") == 1

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from pathlib import Path
 
 import pytest
 
-from fedbench import run, study, sweep
+from fedbench import pool, run, study, sweep
 from fedbench.config import resolve
 from fedbench.errors import UsageError
 
@@ -58,9 +57,8 @@ def test_a_points_key_is_the_hash_of_its_run(tmp_path: Path) -> None:
         n, seed = point.values["clients_per_round"], point.values["seed"]
         same = resolve(f"{FEDMF} -n {n} --seed {seed}".split())
         assert point.key == same.digest()[: study.KEY_DIGITS]
-        file = tmp_path / f"{point.key}.json"
-        file.write_text(json.dumps(sweep.runnable(point.config.to_dict())))
-        assert resolve(["--config", str(file)]).digest() == point.config.digest()
+        pool.job(point.key, point.config.to_dict(), tmp_path / "out", tmp_path, threads=1)
+        assert resolve(["--config", str(tmp_path / f"{point.key}.json")]).digest() == point.config.digest()
 
 
 def test_values_that_stand_there_twice_are_one_point() -> None:
