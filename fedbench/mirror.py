@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from fedbench.errors import FedbenchError, UsageError
+
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
@@ -243,6 +245,45 @@ def started(pid: int) -> str:
         return ""
     # the second field is the command in brackets and can hold blanks; the start time is the 22nd
     return stat.rpartition(")")[2].split()[19]
+
+
+def finished_folders(experiment: str, scratch: Path) -> list[Path]:
+    """The folders of an experiment's finished runs; where one is gone or used again, the run's artifacts, below `scratch`."""
+    uri = tracking_uri()
+    database = Path(uri.removeprefix("sqlite:///").partition("?")[0]) if uri.startswith("sqlite:///") else None
+    if database and not database.exists():
+        raise UsageError(f"--experiment {experiment}: there is no MLflow database {database}; go where it is or set MLFLOW_TRACKING_URI")
+    try:
+        client = import_client()(uri)
+        found = client.get_experiment_by_name(experiment)
+        if found is None:
+            known = ", ".join(sorted(one.name for one in client.search_experiments()))
+            raise UsageError(f"--experiment {experiment}: MLflow has no such experiment; it has {known}")
+        folders, token = [], None
+        while True:
+            page = client.search_runs([found.experiment_id], "attributes.status = 'FINISHED' and tags.kind = 'run'", page_token=token)
+            for run in page:
+                folder = Path(run.data.tags["out"])
+                if _run_id(folder) != run.info.run_id:
+                    folder = scratch / run.info.run_id
+                    folder.mkdir()
+                    client.download_artifacts(run.info.run_id, "", str(folder))
+                folders.append(folder)
+            token = page.token
+            if not token:
+                return folders
+    except UsageError:
+        raise
+    except Exception as error:
+        raise FedbenchError(f"--experiment {experiment}: MLflow cannot be read ({one_line(error)}); give the folders of the runs") from None
+
+
+def _run_id(folder: Path) -> str | None:
+    """The MLflow run that a folder is the original of."""
+    try:
+        return json.loads((folder / "env.json").read_text(encoding="utf-8")).get("mlflow_run_id")
+    except (OSError, ValueError):
+        return None
 
 
 def ui_address(uri: str) -> str:

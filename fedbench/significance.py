@@ -16,8 +16,8 @@ CHUNK = 4_000_000
 """numbers drawn at once"""
 
 
-def interval(values: Sequence[np.ndarray], seed: int = 0) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of one method's mean; see `bootstrap`."""
+def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """95 % percentile bootstrap interval of the mean of [seeds, U]; see `bootstrap`."""
     return bounds(bootstrap([values], seed=seed)[0])
 
 
@@ -27,13 +27,13 @@ def bounds(means: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def bootstrap(methods: Sequence[Sequence[np.ndarray]], resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
-    """[methods, resamples] means: `methods[m]` has one array [U] a seed, the same clients in the same order for all.
+def bootstrap(methods: Sequence[np.ndarray], resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+    """[methods, resamples] means: a method is [seeds, U], with the same clients in the same order for all.
 
     Each resample draws U clients with replacement, the same ones for every method, and apart from that as many seeds as the method has,
     with replacement; its value is the mean over all pairs of a drawn seed and a drawn client. With one seed only clients vary.
     """
-    stacked = np.concatenate([np.asarray(values, np.float64) for values in methods])  # [runs, U]
+    stacked = np.concatenate(methods)  # [runs, U]
     clients = stacked.shape[1]
     by_run = np.empty((resamples, len(stacked)))
     for rows, count in _drawn(seed, "report clients", clients, resamples):

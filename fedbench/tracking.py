@@ -30,7 +30,7 @@ logger = logging.getLogger("fedbench")
 PACKAGES = ("torch", "numpy", "numba", "mlflow", "cvxpy")
 CHILD_OF = "mlflow.parentRunId"
 """the tag by which MLflow knows the parent of a run; the parent comes from the environment: FEDBENCH_PARENT_RUN"""
-FILES = ("summary.json", "config.json", "per_client.parquet", "figures")
+FILES = ("summary.json", "config.json", "metrics.jsonl", "per_client.parquet", "figures")
 """what of a run's folder MLflow keeps as artifacts"""
 FLUSH_SECONDS = 5.0
 """how often rounds reach MLflow"""
@@ -182,7 +182,7 @@ class RunLog:
         self._lines = [line for line in mirror.read_lines(path) if first is None or line["round"] < first]
         if first is not None:
             (self.out / "summary.json").unlink(missing_ok=True)
-            _write(path, "".join(json.dumps(line) + "\n" for line in self._lines))
+            write_text(path, "".join(json.dumps(line) + "\n" for line in self._lines))
         self._metrics = path.open("a", encoding="utf-8")
         return self._metrics
 
@@ -399,10 +399,10 @@ def _json(value: Any) -> str:
 
 
 def write_json(path: Path, value: Any) -> None:
-    _write(path, _json(value))
+    write_text(path, _json(value))
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """All of it or nothing, also when the process is killed."""
     part = path.with_name(path.name + ".part")
     with open(part, "w", encoding="utf-8") as file:

@@ -197,6 +197,7 @@ def test_mlflow_holds_what_the_folder_holds(tmp_path: Path, client: Any, capfd: 
     assert {item.path for item in client.list_artifacts(log.run_id)} == {
         "summary.json",
         "config.json",
+        "metrics.jsonl",
         "per_client.parquet",
         "figures",
     }

@@ -1,0 +1,498 @@
+"""`python -m fedbench report`: runs side by side, with how sure each difference is, in one page that stands alone."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedbench import charts, config, significance
+from fedbench.audit import CANARIES
+from fedbench.boards import (
+    RANKING,
+    RATING,
+    Board,
+    Comparison,
+    Estimate,
+    Method,
+    Row,
+    choose_boards,
+    compare,
+    is_popularity,
+    keep,
+    read_runs,
+)
+from fedbench.charts import Bar, Curve
+from fedbench.errors import UsageError
+from fedbench.mirror import finished_folders
+from fedbench.page import Cell, Figure, Page, Section, Table, slug, write
+from fedbench.registry import nearest
+from fedbench.results import human
+from fedbench.significance import LEVEL, RESAMPLES
+
+EPILOG = """A leaderboard holds runs of one fingerprint: the same data, split and candidates. Two fingerprints for one dataset are refused;
+--fingerprint keeps one of them, and --leak-gap shows LEAKY runs beside clean ones in a section of their own.
+
+examples:
+  python -m fedbench report runs
+  python -m fedbench report runs/filmtrust runs/ml-100k --out report
+  python -m fedbench report --experiment fedbench
+  python -m fedbench report runs/leak --leak-gap
+"""
+ALPHA = 0.05
+METHOD = (
+    f"""Intervals: {LEVEL:.0%} percentile bootstrap, {RESAMPLES:,} resamples. Each resample draws as many clients as there are, with
+    replacement, and, apart from that, as many seeds as the method has, with replacement; its value is the mean over all pairs of a
+    drawn seed and a drawn client. All methods of a table meet the same drawn clients, so the interval of a difference is a paired
+    one. With one seed only clients are resampled. A few seeds show little of how much seeds vary: such intervals are rather too
+    narrow.""",
+    """p-values: two-sided Wilcoxon signed-rank test over clients on the leading metric, each client's value being its mean over seeds;
+    clients without a difference do not count. Corrected by Holm's method over all comparisons of the table with the same other (the
+    best, or the floor). The best is the best on test, so a p-value against it describes rather than promises. The test is over the
+    clients of this split: it does not speak of other datasets.""",
+    """Critical differences: Friedman's test on the methods' ranks on each dataset, and Nemenyi's critical difference of mean ranks at the 5
+    % level. Where a method was run with several settings, the one with the best validation result stands for it.""",
+    "Costs are those of the whole run, not of the rounds up to the reported one. Bands of curves are the lowest and the highest seed.",
+)
+
+
+def main(argv: list[str]) -> int:
+    """0 if the report was written."""
+    given = _arguments(argv)
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = given.runs if given.experiment is None else finished_folders(given.experiment, Path(scratch))
+        runs, remarks = read_runs(folders)
+        sources = [str(run.folder).replace(f"{scratch}/", "MLflow run ") for run in runs]
+    if given.fingerprint:
+        runs = keep(runs, given.fingerprint)
+    boards, beside = choose_boards(runs, given.metric, given.leak_gap, remarks)
+    page = compose(boards, beside, remarks, sources, shlex.join(["python", "-m", "fedbench", "report", *argv]))
+    path = write(page, given.out)
+    print(page.to_text())
+    print(f"\nreport  {path}")
+    return 0
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    parser = config.Parser(
+        prog="python -m fedbench report",
+        usage="python -m fedbench report RUNS ... | --experiment NAME [flags]",
+        description="Compare finished runs: one HTML page that stands alone, its figures as PNG, its tables as Markdown and JSON.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    keys = [metric.key for metric in (*RANKING, *RATING)]
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", help="folders of runs, or folders above them")
+    parser.add_argument("--experiment", metavar="NAME", help="the finished runs of an MLflow experiment instead")
+    parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="folder of the report (default: report)")
+    parser.add_argument("--metric", metavar="NAME", help=f"what is compared (default: ndcg_10, of ratings rmse): {', '.join(keys)}")
+    parser.add_argument("--fingerprint", nargs="+", default=[], metavar="HEX", help="keep only runs whose fingerprint starts so")
+    parser.add_argument("--leak-gap", action="store_true", help="show LEAKY runs beside clean ones, in a section of their own")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        near = nearest(unknown[0], [option for action in parser._actions for option in action.option_strings])
+        raise UsageError(f"unknown flag {unknown[0]}; " + (f"did you mean {near[0]}?" if near else "report --help shows all flags"))
+    if given.metric not in (None, *keys):
+        raise UsageError(f"--metric must be one of {', '.join(keys)}, not {given.metric!r}")
+    if bool(given.runs) == (given.experiment is not None):
+        raise UsageError("report takes either folders of runs, such as `report runs`, or --experiment NAME")
+    if given.out.exists() and not given.out.is_dir():
+        raise UsageError(f"--out {given.out}: is a file; name a folder")
+    return given
+
+
+def compose(boards: Sequence[Board], beside: Sequence[Board], remarks: Sequence[str], sources: Sequence[str], command: str) -> Page:
+    """The whole report."""
+    compared = [(board, compare(board)) for board in boards]
+    sections = [board_section(board, rows) for board, rows in compared]
+    if len(boards) > 1:
+        sections.append(datasets_section(boards))
+    if beside:
+        sections.append(leak_section(compared, [(board, compare(board)) for board in beside]))
+    if remarks:
+        sections[0] = Section(**{**vars(sections[0]), "remarks": [*sections[0].remarks, *remarks]})
+    datasets = ", ".join(board.dataset for board in boards)
+    facts = {"command": command, "boards": [board_facts(board, rows) for board, rows in compared]}
+    return Page(f"fedbench report: {datasets}", f"{len(sources)} runs · {command}", sections, METHOD, sources, facts)
+
+
+def board_section(board: Board, rows: Sequence[Row]) -> Section:
+    """One dataset: the leaderboard, what must be said about it, costs, spread and figures."""
+    summary = board.first.summary
+    lead = f"Protocol {summary['protocol']} [{board.fingerprint}], {board.users:,} clients, {summary.get('items', 0):,} items. "
+    lead += f"Best first by {board.lead.label}, on test, at the round that each run reports."
+    title = f"{board.dataset}, protocol {summary['protocol']}"
+    tables = [leaderboard(board, rows), differences(board, rows), costs(board), spread_table(board)]
+    return Section(title, lead, board.leaky, warnings(board, rows), remarks_on(board), tables, list(figures(board, rows)))
+
+
+def warnings(board: Board, rows: Sequence[Row]) -> list[str]:
+    """What must not be overlooked: leaks, and methods that do not beat the floor."""
+    said = []
+    if board.leaky:
+        said.append("LEAKY protocol: these numbers are inflated by the held-out items; compare them with nothing but each other")
+    for row in rows:
+        if row.method.algo in CANARIES:
+            said += beats_chance(board, row)
+        elif not is_popularity(row.method):
+            said += beats_floor(board, row)
+    return said
+
+
+def beats_chance(board: Board, row: Row) -> list[str]:
+    """A method that cannot know the held-out item must be at chance: HR@10 within 3 standard errors of it."""
+    chance = board.chance.get("hr_10")
+    if chance is None:
+        return []
+    hit = row.estimates["hr_10"].value
+    # on an honest protocol its hits are independent over clients and seeds alike
+    error = (chance * (1 - chance) / (board.users * len(row.method.runs))) ** 0.5
+    if hit - chance <= 3 * error:
+        return []
+    figures = f"HR@10 {hit:.4f}, chance {chance:.4f} ({(hit - chance) / error:+.1f} standard errors)"
+    return [f"LEAK: {row.method.name} cannot know the held-out item, and yet it beats chance: {figures}"]
+
+
+def beats_floor(board: Board, row: Row) -> list[str]:
+    """A word for a method that does not clear popularity."""
+    floor = board.floor
+    if floor is None:
+        return []
+    name, values = floor
+    mine, least = row.estimates[board.lead.key].value, values[board.lead.key]
+    figures = f"{board.lead.label} {mine:.4f} against {least:.4f}"
+    if board.lead.sign * (mine - least) <= 0:
+        return [f"{row.method.name} does NOT beat {name}: {figures}"]
+    if row.to_floor is not None and row.to_floor.p >= ALPHA:
+        return [f"{row.method.name} is not significantly better than {name}: {figures}, p = {_p(row.to_floor.p)}"]
+    return []
+
+
+def remarks_on(board: Board) -> list[str]:
+    """What a reader should know about the runs."""
+    said = []
+    single = [method.name for method in board.methods if len(method.runs) == 1 and not is_popularity(method)]
+    if single:
+        said.append(f"One seed only, so that the interval is over clients alone: {', '.join(single)}")
+    controls = [method.name for method in board.methods if method.algo in CANARIES]
+    if controls:
+        said.append(f"Controls, which must be at chance on an honest protocol: {', '.join(controls)}")
+    return said
+
+
+def leaderboard(board: Board, rows: Sequence[Row]) -> Table:
+    """Metrics with their intervals; the floor and chance stand among the methods by their value."""
+    lead = board.lead
+    best = {metric.key: max(metric.sign * row.estimates[metric.key].value for row in rows) * metric.sign for metric in board.metrics}
+    lines: list[tuple[float, bool, list[Cell]]] = []
+    for number, row in enumerate(rows):
+        cells = [Cell(f"{number + 1}. {row.method.name}"), Cell(str(len(row.method.runs)))]
+        for key, found in row.estimates.items():
+            cells.append(Cell(f"{found.value:.4f}", _range(found), "best" if found.value == best[key] else ""))
+        lines.append((row.estimates[lead.key].value, False, cells))
+    for name, values in board.references:
+        if not any(name == "popularity" and is_popularity(row.method) for row in rows):
+            lines.append((values[lead.key], True, [Cell(name), Cell(""), *(Cell(f"{values[metric.key]:.4f}") for metric in board.metrics)]))
+    lines.sort(key=lambda line: -lead.sign * line[0])
+    caption = f"Below each value its {LEVEL:.0%} bootstrap interval over seeds and clients; the best of a column is bold."
+    columns = ["method", "seeds", *(metric.label for metric in board.metrics)]
+    return Table("Leaderboard", columns, [cells for *_, cells in lines], caption, frozenset(i for i, line in enumerate(lines) if line[1]))
+
+
+def differences(board: Board, rows: Sequence[Row]) -> Table:
+    """The leading metric against the best method's and the floor's."""
+    floor = board.floor[0] if board.floor else "floor"
+    columns = ["method", "to the best", "p", f"to {floor}", "p"]
+    lines = []
+    for number, row in enumerate(rows):
+        cells = [*_difference(row.to_best, board.lead.sign), *_difference(row.to_floor, board.lead.sign)]
+        lines.append([Cell(f"{number + 1}. {row.method.name}"), *cells])
+    caption = f"Differences in {board.lead.label} with their intervals. p: Wilcoxon signed-rank over clients, Holm-corrected. "
+    caption += f"Green is better and red worse at the {ALPHA:.0%} level."
+    if board.floor_clients is None:
+        caption += f" These runs do not tell {floor}'s result of each client, so there is no test against it."
+    return Table("Significance", columns, lines, caption)
+
+
+def costs(board: Board) -> Table:
+    """What the runs took, means over seeds."""
+    columns = ["method", "reported round", "rounds", "bytes up", "bytes down", "client visits", "clients never seen", "seconds a round"]
+    rows = []
+    for number, method in enumerate(board.methods):
+        best = sorted({int(run.summary.get("best_round") or 0) for run in method.runs})
+        rows.append([
+            Cell(f"{number + 1}. {method.name}"),
+            Cell(str(best[0]) if len(best) == 1 else f"{best[0]}–{best[-1]}"),
+            Cell(f"{method.mean('rounds'):g}"),
+            Cell(human(method.mean("bytes_up"))),
+            Cell(human(method.mean("bytes_down"))),
+            Cell(f"{method.mean('client_visits'):,.0f}"),
+            Cell(f"{method.mean('clients_never_seen'):,.0f}"),
+            Cell(f"{method.mean('seconds_per_round'):.3g}"),
+        ])  # fmt: skip
+    return Table("Costs", columns, rows, "Of whole runs, means over seeds. Seconds depend on the machine and on what else ran on it.")
+
+
+def spread_table(board: Board) -> Table:
+    """How unequal clients fare."""
+    keys = [("mrr_p10", "MRR, 10th percentile"), ("mrr_worst_decile", "MRR, worst tenth")]
+    if board.lead in RATING:
+        keys = [("rmse_p90", "RMSE, 90th percentile"), ("rmse_worst_decile", "RMSE, worst tenth")]
+    thirds = size_thirds(board)
+    columns = ["method", *(label for _, label in keys), *(f"{board.lead.label}, {name}" for name, _ in thirds)]
+    rows = []
+    for number, method in enumerate(board.methods):
+        cells = [Cell(f"{number + 1}. {method.name}"), *(Cell(_number(method.mean("test", key))) for key, _ in keys)]
+        values = method.values(board.lead).mean(axis=0)
+        rows.append([*cells, *(Cell(_number(float(board.lead.total(values[inside].mean())))) for _, inside in thirds)])
+    return Table("Spread over clients", columns, rows, "Clients in thirds by how many training items they have.")
+
+
+def size_thirds(board: Board) -> list[tuple[str, np.ndarray]]:
+    """Clients by how much they train on: a label and who belongs to it [U]; equal sizes stay together, so there can be fewer than three."""
+    sizes = board.first.clients["train_items"].to_numpy()
+    group = np.searchsorted(np.unique(np.quantile(sizes, [1 / 3, 2 / 3])), sizes, side="left")
+    return [(f"{sizes[group == one].min()}–{sizes[group == one].max()} items", group == one) for one in np.unique(group)]
+
+
+def figures(board: Board, rows: Sequence[Row]) -> Iterator[Figure]:
+    """Leaderboard, convergence, spread, costs, and heat maps where n and e vary."""
+    lead, title, leaky, name = board.lead, board.title, board.leaky, slug(board.title)
+    label, marks = lead.label, [(of, values[lead.key]) for of, values in board.references]
+    shown, drawn = board.methods[: charts.MOST_CURVES], ""
+    if len(shown) < len(board.methods):
+        drawn = f" The best {len(shown)} of {len(board.methods)} methods are drawn."
+
+    bars = [Bar(row.method.name, *row.estimates[lead.key]) for row in rows]
+    what = f"{title}: {label} and its interval"
+    yield Figure(
+        charts.draw(f"{name}-leaderboard", what, charts.intervals, bars, f"test {label}", what, leaky, marks),
+        f"{label} on test, {LEVEL:.0%} interval over seeds and clients.",
+    )
+    sampled = label.removeprefix("full ")
+    lines = [curve for method in shown if (curve := convergence(method, lead.key.removeprefix("full_"))) is not None]
+    if lines:
+        what, beside = f"{title}: {sampled} by round", marks if sampled == label else []
+        yield Figure(
+            charts.draw(f"{name}-convergence", what, charts.curves, lines, "round", f"test {sampled}", what, leaky, beside),
+            f"Test {sampled} by round, mean over seeds; the band goes from the lowest seed to the highest.{drawn}",
+        )
+    if lead in RANKING:
+        what, axes = f"{title}: spread over clients", ("rank of the test item among the candidates", "share of clients at or below")
+        ranks = [rank_curve(method, board) for method in shown]
+        yield Figure(
+            charts.draw(f"{name}-spread", what, charts.curves, ranks, *axes, what, leaky),
+            f"How many clients have their test item at most at a rank; the height at 10 is HR@10.{drawn}",
+        )
+    if len(rows) > 1:
+        sent = [method.mean("bytes_up") + method.mean("bytes_down") for method in board.methods]
+        visits = [method.mean("client_visits") for method in board.methods]
+        yield trade_off(board, rows, "bytes", "bytes up and down", sent, human)
+        yield trade_off(board, rows, "visits", "client visits", visits, "{:,.0f}".format)
+    yield from heat_maps(board, rows)
+
+
+def trade_off(board: Board, rows: Sequence[Row], key: str, label: str, cost: list[float], amount: Callable[[float], str]) -> Figure:
+    """The leading metric against a cost."""
+    lead, what = board.lead, f"{board.title}: {board.lead.label} against {label}"
+    quality = [row.estimates[lead.key].value for row in rows]
+    front = significance.pareto(cost, [lead.sign * value for value in quality])
+    axes = (f"{label} of the whole run", f"test {lead.label}")
+    named = ", ".join(f"{i + 1} {board.methods[i].name}" for i in front)
+    return Figure(
+        charts.draw(f"{slug(board.title)}-{key}", what, charts.trade_off, cost, quality, front, *axes, what, board.leaky, amount),
+        f"Numbers are places in the leaderboard. On the line, which nothing beats in both: {named}.",
+    )
+
+
+def convergence(method: Method, key: str) -> Curve | None:
+    """Test metric by round, over the rounds that all seeds evaluated."""
+    found = [{line["round"]: line[f"test/{key}"] for line in run.rounds if line.get(f"test/{key}") is not None} for run in method.runs]
+    rounds = sorted(set.intersection(*map(set, found)))
+    if not rounds:
+        return None
+    values = np.array([[one[number] for number in rounds] for one in found])
+    return Curve(method.name, np.array(rounds), values.mean(axis=0), values.min(axis=0), values.max(axis=0))
+
+
+def rank_curve(method: Method, board: Board) -> Curve:
+    """Share of clients whose test item has at most a rank."""
+    candidates = int(board.first.summary.get("protocol_fields", {}).get("eval_negatives", 99)) + 1
+    places = np.arange(1, candidates + 1)
+    share = np.stack([np.searchsorted(np.sort(run.clients["rank_test"]), places, side="right") / len(run.clients) for run in method.runs])
+    return Curve(method.name, places, share.mean(axis=0), share.min(axis=0), share.max(axis=0))
+
+
+def heat_maps(board: Board, rows: Sequence[Row]) -> Iterator[Figure]:
+    """n × e, one map for each of the other settings that differ; rounds may hang on n, where a budget is held."""
+    axes = ("clients_per_round", "local_epochs")
+    for algo in dict.fromkeys(method.algo for method in board.methods):
+        own = [row for row in rows if row.method.algo == algo]
+        if any(len({str(row.method.settings.get(axis)) for row in own}) < 2 for axis in axes):
+            continue
+        for other in ({*axes, "rounds"}, {*axes}):
+            maps: dict[str, dict[tuple[Any, Any], float]] = {}
+            for row in own:
+                settings = row.method.settings
+                rest = " ".join(f"{key}={value}" for key, value in settings.items() if key not in other)
+                maps.setdefault(rest, {})[settings[axes[0]], settings[axes[1]]] = row.estimates[board.lead.key].value
+            if sum(map(len, maps.values())) == len(own):
+                break
+        for rest, cells in maps.items():
+            yield heat_map(board, f"{own[0].method.runs[0].name} {rest}".strip(), cells)
+
+
+def heat_map(board: Board, name: str, cells: dict[tuple[Any, Any], float]) -> Figure:
+    n = sorted({key[0] for key in cells}, key=lambda value: (value is None, value or 0))
+    e = sorted({key[1] for key in cells}, key=lambda value: (value is None, value or 0))
+    values = np.array([[cells.get((row, column), np.nan) for column in e] for row in n])
+    words = ["all" if value is None else value for value in n]
+    what, axes = f"{board.title}: {name}", ("n, clients a round", "e, local epochs")
+    return Figure(
+        charts.draw(
+            slug(f"{what}-n-e"), f"{what}, by n and e", charts.heat_map, values, words, e, *axes, what, board.leaky, board.lead.lower
+        ),
+        f"Test {board.lead.label} of {name} by n (clients a round) and e (local epochs), mean over seeds; the frame is the best.",
+    )
+
+
+def representative(board: Board) -> dict[str, Method]:
+    """One method an algorithm: of several settings the one with the best validation result; without one, the table's first."""
+    chosen: dict[str, Method] = {}
+    key = board.lead.key
+    for method in board.methods:
+        name = method.runs[0].name
+        score, held = method.mean("val", key), chosen[name].mean("val", key) if name in chosen else np.nan
+        if name not in chosen or board.lead.sign * (score - held) > 0:
+            chosen[name] = method
+    return chosen
+
+
+def datasets_section(boards: Sequence[Board]) -> Section:
+    """Friedman and Nemenyi over datasets, or why not."""
+    title = "Critical differences over datasets"
+    honest = [board for board in boards if not board.leaky and board.lead == boards[0].lead]
+    chosen = [representative(board) for board in honest]
+    everywhere = [name for name in chosen[0] if all(name in one for one in chosen)] if chosen else []
+    if len(honest) < 2 or len(everywhere) < 3:
+        need = "at least 2 datasets with one metric and an honest protocol, and 3 methods that ran on all of them"
+        return Section(title, f"Not computed: it needs {need}; here are {len(honest)} and {len(everywhere)}.")
+    lead = honest[0].lead
+    scores = np.array([[lead.total(one[name].values(lead).mean()) for name in everywhere] for one in chosen])
+    found = significance.critical_difference(lead.sign * scores)
+    order = np.argsort(found.ranks, kind="stable")
+    rows = [[Cell(everywhere[i]), Cell(f"{found.ranks[i]:.2f}"), *(Cell(f"{score:.4f}") for score in scores[:, i])] for i in order]
+    table = Table(f"Mean ranks by {lead.label}", ["method", "mean rank", *(board.dataset for board in honest)], rows)
+    drawn = charts.draw(
+        "mean-ranks",
+        "mean rank of each method",
+        lambda: charts.mean_ranks(everywhere, found.ranks, found.difference, "mean rank over datasets"),
+    )
+    told = f"{len(honest)} datasets, {len(everywhere)} methods. Friedman's p that all are alike: {_p(found.p)}. "
+    told += f"Mean ranks that differ by less than {found.difference:.2f} are not told apart at the 5 % level (Nemenyi)."
+    left = sorted({name for one in chosen for name in one} - set(everywhere))
+    remarks = [f"Not on every dataset, so left out here: {', '.join(left)}"] if left else []
+    if len(honest) < 5:
+        remarks.append(f"{len(honest)} datasets are few: this test tells hardly anything apart")
+    return Section(
+        title, told, remarks=remarks, tables=[table], figures=[Figure(drawn, "A line joins a method with those not told apart from it.")]
+    )
+
+
+def leak_section(clean: Sequence[tuple[Board, list[Row]]], leaky: Sequence[tuple[Board, list[Row]]]) -> Section:
+    """The same algorithms under a clean and a LEAKY protocol."""
+    tables, pictures, warned = [], [], []
+    for board, rows in clean:
+        others = [(other, theirs) for other, theirs in leaky if other.dataset == board.dataset]
+        if others:
+            warned.append(f"{board.dataset}: rows marked LEAKY are inflated; they are here to show by how much")
+            tables.append(leak_table(board, rows, others))
+            pictures.append(leak_figure(board, [(board, rows), *others]))
+    return Section("Leak gap", "How much of a number is the leak.", True, warned, tables=tables, figures=pictures)
+
+
+def leak_table(board: Board, rows: Sequence[Row], others: Sequence[tuple[Board, list[Row]]]) -> Table:
+    metrics, key, honest = board.metrics[:2], board.lead.key, by_algorithm(board, rows)
+    lines, references = [], set()
+    for where, found in ((board, honest), *((other, by_algorithm(other, theirs)) for other, theirs in others)):
+        leaky = where.leaky
+        protocol = Cell(f"{where.first.summary['protocol']}{' LEAKY' if leaky else ''}", where.fingerprint, "bad" if leaky else "")
+        for name, row in found.items():
+            cells = [
+                Cell(row.method.name),
+                protocol,
+                *(Cell(f"{row.estimates[m.key].value:.4f}", _range(row.estimates[m.key])) for m in metrics),
+            ]
+            gap = row.estimates[key].value - honest[name].estimates[key].value if name in honest else None
+            lines.append([*cells, Cell("" if not leaky else "no clean run" if gap is None else f"{gap:+.4f}", mark="bad")])
+        for name, values in where.references:
+            references.add(len(lines))
+            lines.append([Cell(name), protocol, *(Cell(f"{values[m.key]:.4f}") for m in metrics), Cell("")])
+    caption = (
+        "The protocols can differ in the split too, and so in clients and candidates: hold each row against its own popularity and chance."
+    )
+    columns = ["method", "protocol", *(metric.label for metric in metrics), f"{board.lead.label} above clean"]
+    return Table(f"{board.dataset}: clean beside LEAKY", columns, lines, caption, frozenset(references))
+
+
+def leak_figure(board: Board, sides: Sequence[tuple[Board, Sequence[Row]]]) -> Figure:
+    found = [(where.leaky, by_algorithm(where, rows)) for where, rows in sides]
+    names = dict.fromkeys(name for _, rows in found for name in rows)
+    bars = [Bar(name, *rows[name].estimates[board.lead.key], leaky) for name in names for leaky, rows in found if name in rows]
+    what = f"{board.dataset}: {board.lead.label}, clean and LEAKY"
+    drawn = charts.draw(slug(f"{board.dataset}-leak-gap"), what, charts.intervals, bars, f"test {board.lead.label}", what, False)
+    return Figure(drawn, f"{board.lead.label} on test with its interval; red is LEAKY.")
+
+
+def by_algorithm(board: Board, rows: Sequence[Row]) -> dict[str, Row]:
+    """The row of the setting that stands for each algorithm."""
+    chosen = representative(board).items()
+    return {name: row for name, method in chosen for row in rows if row.method is method}
+
+
+def board_facts(board: Board, rows: Sequence[Row]) -> dict[str, Any]:
+    """The leaderboard's numbers, for report.json."""
+
+    def against(found: Comparison | None) -> dict[str, float] | None:
+        return None if found is None else {**found.difference._asdict(), "p": found.p}
+
+    methods = [
+        {
+            "method": row.method.name,
+            "seeds": [run.seed for run in row.method.runs],
+            "test": {key: found._asdict() for key, found in row.estimates.items()},
+            "against_best": against(row.to_best),
+            "against_floor": against(row.to_floor),
+        }
+        for row in rows
+    ]
+    summary = board.first.summary
+    return {"dataset": board.dataset, "protocol": summary["protocol"], "protocol_fingerprint": board.fingerprint, "leaky": board.leaky,
+            "metric": board.lead.key, "floor": board.floor and board.floor[0], "methods": methods}  # fmt: skip
+
+
+def _difference(found: Comparison | None, sign: int) -> list[Cell]:
+    if found is None:
+        return [Cell("–"), Cell("")]
+    better = sign * found.difference.value > 0
+    mark = "" if found.p >= ALPHA else "good" if better else "bad"
+    return [Cell(f"{found.difference.value:+.4f}", _range(found.difference), mark), Cell(_p(found.p), mark=mark)]
+
+
+def _range(found: Estimate) -> str:
+    return f"[{found.low:.4f}, {found.high:.4f}]"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if np.isfinite(value) else "–"
+
+
+def _p(value: float) -> str:
+    return "< 0.0001" if value < 0.0001 else f"{value:.4f}" if value < 0.1 else f"{value:.2f}"

@@ -1,0 +1,331 @@
+"""The report: every figure again from per_client.parquet by scipy, refusals, warnings, and a page that asks for nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from fedbench import cli
+from fedbench.__main__ import main
+from fedbench.boards import RANKING, choose_boards, compare, read_runs
+
+CLIENTS, SEEDS, CANDIDATES = 120, 5, 100
+FINGERPRINT = {"clean": "1a" * 8, "published": "2b" * 8}
+
+
+def metrics(rank: np.ndarray, prefix: str = "") -> dict[str, float]:
+    return {
+        f"{prefix}hr_10": float((rank <= 10).mean()),
+        f"{prefix}ndcg_10": float(np.where(rank <= 10, 1 / np.log2(rank + 1), 0).mean()),
+        f"{prefix}mrr": float((1 / rank).mean()),
+    }
+
+
+def write_run(folder: Path, algo: str, seed: int, skill: float, dataset: str = "toy", protocol: str = "clean", **settings: Any) -> Path:
+    """A folder as a run leaves it. With `skill` s a client's rank is the best of s ranks drawn at random; popularity has skill 2."""
+    rng, who = np.random.default_rng([seed, *algo.encode(), *dataset.encode()]), np.random.default_rng(7)
+
+    def ranks(generator: np.random.Generator, best_of: float, of: int) -> np.ndarray:
+        return np.ceil(of * generator.random(CLIENTS) ** best_of).clip(1).astype(np.int64)
+
+    clients = pd.DataFrame({"user": [f"u{i}" for i in range(CLIENTS)], "train_items": who.integers(3, 90, CLIENTS)})
+    for name, of in (("rank", CANDIDATES), ("full_rank", 1000)):
+        clients[f"{name}_val"], clients[f"{name}_test"] = ranks(rng, skill, of), ranks(rng, skill, of)
+        clients[f"{name}_popularity"] = ranks(who, 2, of)
+    own = {
+        part: {**metrics(clients[f"rank_{of}"].to_numpy()), **metrics(clients[f"full_rank_{of}"].to_numpy(), "full_")}
+        for part, of in (("val", "val"), ("test", "test"), ("popularity", "popularity"))
+    }
+    everything = np.arange(1, CANDIDATES + 1)
+    summary = {
+        **{"algo": algo, "dataset": dataset, "protocol": protocol, "protocol_fingerprint": FINGERPRINT[protocol]},
+        **{"leaky": protocol == "published", "seed": seed, "rounds": 3, "best_round": 3, "items": 1000},
+        **{**own, "chance": {**metrics(everything), **metrics(np.arange(1, 1001), "full_")}, "clients": CLIENTS},
+        **{"bytes_up": int(1000 * skill), "bytes_down": 500, "client_visits": int(100 * skill), "clients_never_seen": 0},
+        **{"seconds_per_round": 0.1, "protocol_fields": {"eval_negatives": CANDIDATES - 1}},
+    }
+    folder.mkdir(parents=True)
+    clients.to_parquet(folder / "per_client.parquet", index=False)
+    lines = [{"round": r, "test/ndcg_10": own["test"]["ndcg_10"] * r / 3, "test/hr_10": own["test"]["hr_10"] * r / 3} for r in (1, 2, 3)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    values = {"algo": algo, "dataset": dataset, "seed": seed, "rounds": 3, "device": "cpu", **settings}
+    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two algorithms with 5 seeds each."""
+    root = tmp_path_factory.mktemp("runs")
+    for seed in range(SEEDS):
+        write_run(root / "good" / f"seed-{seed}", "good", seed, skill=4)
+        write_run(root / "poor" / f"seed-{seed}", "poor", seed, skill=1.6)
+    return root
+
+
+def report(*words: str | Path) -> int:
+    return main(["report", *map(str, words)])
+
+
+def facts(out: Path) -> dict[str, Any]:
+    return json.loads((out / "report.json").read_text())
+
+
+def ndcg(folder: Path, column: str = "rank_test") -> np.ndarray:
+    """[seeds, U] from the files alone."""
+    ranks = [pd.read_parquet(one / "per_client.parquet")[column].to_numpy() for one in sorted(folder.iterdir())]
+    return np.stack([np.where(rank <= 10, 1 / np.log2(rank + 1), 0) for rank in ranks])
+
+
+def test_scipy_finds_the_same_intervals_and_p_values(runs: Path, tmp_path: Path) -> None:
+    assert report(runs, "--out", tmp_path) == 0
+    (board,) = facts(tmp_path)["boards"]
+    good, poor = board["methods"]
+    assert [good["method"], poor["method"]] == ["good", "poor"] and good["seeds"] == list(range(SEEDS))
+    values = {name: ndcg(runs / name) for name in ("good", "poor")}
+    for row in (good, poor):
+        table = values[row["method"]]
+
+        def mean(s: np.ndarray, u: np.ndarray, table: np.ndarray = table) -> float:
+            return table[np.ix_(s, u)].mean()
+
+        samples = (np.arange(SEEDS), np.arange(CLIENTS))
+        found = stats.bootstrap(samples, mean, vectorized=False, n_resamples=4000, method="percentile", rng=1).confidence_interval
+        shown = row["test"]["ndcg_10"]
+        assert shown["value"] == pytest.approx(table.mean())
+        assert (shown["low"], shown["high"]) == pytest.approx((found.low, found.high), abs=0.06 * (found.high - found.low))
+    floor = ndcg(runs / "good", "rank_popularity")[0]
+    to_best = stats.wilcoxon(np.round(values["poor"].mean(axis=0) - values["good"].mean(axis=0), 12)).pvalue
+    assert good["against_best"] is None and poor["against_best"]["p"] == pytest.approx(to_best)
+    to_floor = [stats.wilcoxon(np.round(values[name].mean(axis=0) - floor, 12)).pvalue for name in ("good", "poor")]
+    # Holm for two: the smaller one twice, the larger one as it is unless it would be below the smaller
+    smaller, larger = sorted(to_floor)
+    corrected = {smaller: min(1, 2 * smaller), larger: min(1, max(2 * smaller, larger))}
+    shown = [row["against_floor"]["p"] for row in (good, poor)]
+    assert shown == pytest.approx([corrected[p] for p in to_floor])
+    difference = poor["against_best"]
+    assert difference["value"] == pytest.approx(values["poor"].mean() - values["good"].mean())
+    assert difference["low"] < difference["value"] < difference["high"] < 0
+
+
+def test_every_metric_is_the_mean_of_the_summaries(runs: Path) -> None:
+    found, _ = read_runs([runs])
+    (board,), _ = choose_boards(found, None, False, [])
+    for row in compare(board):
+        for metric in RANKING:
+            expected = np.mean([run.summary["test"][metric.key] for run in row.method.runs])
+            assert row.estimates[metric.key].value == pytest.approx(expected)
+
+
+def test_what_the_folder_holds(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(runs, "--out", tmp_path / "r") == 0
+    assert {path.name for path in (tmp_path / "r").iterdir()} == {"report.html", "report.md", "report.json", "figures"}
+    pictures = {path.stem for path in (tmp_path / "r" / "figures").iterdir()}
+    assert pictures == {f"toy-clean-{name}" for name in ("leaderboard", "convergence", "spread", "bytes", "visits")}
+    markdown = (tmp_path / "r" / "report.md").read_text()
+    assert all(f"(figures/{name}.png)" in markdown for name in pictures)
+    said = capsys.readouterr().out
+    assert "1. good" in said and "2. poor" in said and "poor does NOT beat popularity" in said
+    assert "poor does NOT beat popularity" in markdown and "poor does NOT beat popularity" in (tmp_path / "r" / "report.html").read_text()
+
+
+def test_a_new_report_leaves_no_figure_of_the_old_one(runs: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "one", "good", 0, 4, dataset="another")
+    assert report(other, "--out", tmp_path / "r") == 0 and report(runs, "--out", tmp_path / "r") == 0
+    assert not list((tmp_path / "r" / "figures").glob("another*"))
+
+
+def test_the_same_runs_give_the_same_page(runs: Path, tmp_path: Path) -> None:
+    pages = []
+    for _ in range(2):
+        assert report(runs, "--out", tmp_path / "r") == 0
+        pages.append((tmp_path / "r" / "report.html").read_bytes())
+    assert pages[0] == pages[1]
+
+
+class Page(HTMLParser):
+    """Every tag, every address that a browser would ask for, and the text."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.text = ""
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attributes if name in ("src", "href", "srcset", "action", "data", "poster")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_asks_for_nothing(runs: Path, tmp_path: Path) -> None:
+    assert report(runs, "--out", tmp_path) == 0
+    page = Page(tmp_path / "report.html")
+    assert page.addresses and all(address.startswith(("#", "data:image/svg+xml;base64,")) for address in page.addresses)
+    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    source = (tmp_path / "report.html").read_text()
+    assert "@import" not in source and "url(" not in source and "default-src 'none'" in source
+
+
+def test_names_are_text_and_not_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = """<img src=x onerror="alert('1')"> & |$a$`"""
+    for seed in (0, 1):
+        write_run(tmp_path / "runs" / f"{seed}", "<script>x</script>", seed, 4, dataset=odd, note=f"<b>{seed}</b>")
+    assert report(tmp_path / "runs", "--out", tmp_path / "r") == 0
+    page = Page(tmp_path / "r" / "report.html")
+    assert "script" not in page.tags and "b" not in page.tags
+    assert odd in page.text and "<script>x</script>" in page.text
+    assert all(address.startswith(("#", "data:")) for address in page.addresses)
+    assert "<script" not in (tmp_path / "r" / "report.md").read_text()
+    assert all(path.parent == tmp_path / "r" / "figures" for path in tmp_path.rglob("*.png"))
+
+
+def refused(words: list[str | Path], code: int, capsys: pytest.CaptureFixture[str], out: Path) -> str:
+    assert report(*words, "--out", out) == code
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1 and not out.exists()
+    return error
+
+
+def test_two_fingerprints_are_refused_by_name(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leaky = write_run(tmp_path / "leaky", "good", 0, 9, protocol="published")
+    error = refused([runs, leaky], 2, capsys, tmp_path / "r")
+    assert FINGERPRINT["clean"] in error and FINGERPRINT["published"] in error and "LEAKY" in error and "--leak-gap" in error
+    assert report(runs, leaky, "--fingerprint", FINGERPRINT["clean"][:6], "--out", tmp_path / "r") == 0
+    assert "LEAKY" not in Page(tmp_path / "r" / "report.html").text
+
+
+def test_the_leak_gap_is_a_section_of_its_own(runs: Path, tmp_path: Path) -> None:
+    leaky = write_run(tmp_path / "leaky", "good", 0, 9, protocol="published")
+    assert report(runs, leaky, "--leak-gap", "--out", tmp_path / "r") == 0
+    (board,) = facts(tmp_path / "r")["boards"]
+    assert [row["method"] for row in board["methods"]] == ["good", "poor"] and not board["leaky"]
+    before, after = Page(tmp_path / "r" / "report.html").text.split("How much of a number is the leak")
+    clean = ndcg(runs / "good").mean()
+    own = json.loads((leaky / "summary.json").read_text())["test"]["ndcg_10"]
+    assert "LEAKY" in after and f"{own - clean:+.4f}" in after and f"{own:.4f}" not in before
+    assert (tmp_path / "r" / "figures" / "toy-leak-gap.png").exists()
+
+
+def test_a_leak_gap_needs_both_sides(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--leak-gap" in refused([runs, "--leak-gap"], 2, capsys, tmp_path / "r")
+
+
+def test_a_leaky_board_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "a", "local", 0, 6, protocol="published")
+    assert report(tmp_path / "a", "--out", tmp_path / "r") == 0
+    said = capsys.readouterr().out
+    assert "LEAKY protocol" in said and "local cannot know the held-out item, and yet it beats chance" in said
+    assert "LEAKY" in (tmp_path / "r" / "report.md").read_text() and "LEAKY" in Page(tmp_path / "r" / "report.html").text
+
+
+def test_a_control_at_chance_is_no_alarm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in range(3):
+        write_run(tmp_path / "a" / str(seed), "local", seed, 1)
+    assert report(tmp_path / "a", "--out", tmp_path / "r") == 0
+    assert "!" not in capsys.readouterr().out
+
+
+def test_settings_that_differ_name_a_method_and_make_a_heat_map(tmp_path: Path) -> None:
+    for n in (10, 50):
+        for e in (1, 3):
+            for seed in (0, 1):
+                settings = {"clients_per_round": n, "local_epochs": e, "device": f"cuda:{seed}"}
+                write_run(tmp_path / "a" / f"{n}-{e}-{seed}", "good", seed, 2 + n / 50 + e, **settings)
+    assert report(tmp_path / "a", "--out", tmp_path / "r") == 0
+    (board,) = facts(tmp_path / "r")["boards"]
+    assert {row["method"] for row in board["methods"]} == {f"good n={n} e={e}" for n in (10, 50) for e in (1, 3)}
+    assert all(row["seeds"] == [0, 1] for row in board["methods"])
+    assert (tmp_path / "r" / "figures" / "toy-clean-good-n-e.png").exists()
+
+
+def test_a_run_that_was_repeated_counts_once(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(runs / "good" / "seed-0", tmp_path / "again")
+    assert report(runs, tmp_path / "again", runs / "good", "--out", tmp_path / "r") == 0
+    assert "run more than once" in capsys.readouterr().out
+    assert facts(tmp_path / "r")["boards"][0]["methods"][0]["seeds"] == list(range(SEEDS))
+
+
+@pytest.mark.parametrize(("algos", "datasets", "computed"), [(3, 2, True), (2, 2, False), (3, 1, None)])
+def test_critical_differences_over_datasets(algos: int, datasets: int, computed: bool | None, tmp_path: Path) -> None:
+    for dataset in range(datasets):
+        for algo in range(algos):
+            write_run(tmp_path / "a" / f"{dataset}{algo}", f"m{algo}", 0, 2 + 2 * algo, dataset=f"d{dataset}")
+    assert report(tmp_path / "a", "--out", tmp_path / "r") == 0
+    text = Page(tmp_path / "r" / "report.html").text
+    assert ("Critical differences over datasets" in text) == (computed is not None)
+    assert (tmp_path / "r" / "figures" / "mean-ranks.png").exists() == bool(computed)
+    if computed is False:
+        assert f"here are {datasets} and {algos}" in text
+
+
+def test_bad_folders_are_one_line(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "no such folder" in refused([tmp_path / "nowhere"], 2, capsys, tmp_path / "r")
+    assert "no finished run" in refused([tmp_path / "empty"], 2, capsys, tmp_path / "r")
+    broken = write_run(tmp_path / "broken", "good", 0, 4)
+    (broken / "summary.json").write_text('{"algo": ')
+    assert "broken/summary.json" in refused([runs, broken], 3, capsys, tmp_path / "r")
+    (broken / "summary.json").write_text('{"algo": "good"}')
+    assert "'dataset'" in refused([broken], 3, capsys, tmp_path / "r")
+    (broken / "summary.json").unlink()
+    assert "1 unfinished" in refused([broken], 2, capsys, tmp_path / "r")
+    torn = write_run(tmp_path / "torn", "good", 0, 4)
+    (torn / "per_client.parquet").write_bytes(b"PAR1 but no more")
+    assert "torn" in refused([torn], 3, capsys, tmp_path / "r")
+    (torn / "per_client.parquet").unlink()
+    assert "per_client.parquet" in refused([torn], 3, capsys, tmp_path / "r")
+
+
+def test_bad_flags_are_one_line(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "r"
+    assert "either folders" in refused([], 2, capsys, out)
+    assert "did you mean --leak-gap?" in refused([runs, "--leek-gap"], 2, capsys, out)
+    assert "ndcg_10" in refused([runs, "--metric", "ndcg"], 2, capsys, out)
+    assert FINGERPRINT["clean"] in refused([runs, "--fingerprint", "ff"], 2, capsys, out)
+    (tmp_path / "file").write_text("")
+    assert report(runs, "--out", tmp_path / "file") == 2 and "is a file" in capsys.readouterr().err
+    assert report("--help") == 0 and "--leak-gap" in capsys.readouterr().out
+
+
+def test_older_runs_without_popularity_ranks_have_no_test_against_it(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", "good", 0, 4)
+    clients = pd.read_parquet(folder / "per_client.parquet")
+    clients.drop(columns=["rank_popularity", "full_rank_popularity"]).to_parquet(folder / "per_client.parquet")
+    assert report(folder, "--out", tmp_path / "r") == 0
+    assert facts(tmp_path / "r")["boards"][0]["methods"][0]["against_floor"] is None
+    assert "no test against it" in Page(tmp_path / "r" / "report.html").text
+
+
+def test_an_experiment_from_its_folders_and_from_its_artifacts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real runs; the folder of the second is gone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert report("--experiment", "mine") == 2 and "there is no MLflow database" in capsys.readouterr().err
+    words = "--algo fedmf --dataset synthetic --users 60 --items 120 --interactions 10 --rounds 2 --dim 4 --quiet --experiment mine"
+    for seed in (0, 1):
+        assert cli.main([*words.split(), "--seed", str(seed), "--out", f"runs/{seed}"]) == 0
+    shutil.rmtree("runs/1")
+    assert report("--experiment", "mine") == 0
+    (board,) = facts(Path("report"))["boards"]
+    assert board["methods"][0]["seeds"] == [0, 1]
+    html = Page(Path("report/report.html")).text
+    assert "runs/0" in html and "MLflow run " in html
+    assert os.path.exists("report/figures/synthetic-clean-convergence.png")
+    capsys.readouterr()
+    assert report("--experiment", "yours") == 2 and "it has" in capsys.readouterr().err
