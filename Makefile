@@ -3,13 +3,17 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export MLFLOW_DISABLE_TELEMETRY := true
 
-.PHONY: run test test-ray lint setup ui clean
+.PHONY: run test test-browser test-ray lint setup ui clean
 
 run: setup
 	$(PY) train.py --algo fedem --dataset filmtrust --alpha 0.9
 
 test: setup lint
 	$(PY) -m pytest -n auto
+
+# needs Chromium from the system's packages, such as `apt-get install chromium`
+test-browser: setup
+	$(PY) -m pytest -m browser tests/test_browser.py
 
 test-ray: setup
 	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements-ray.txt

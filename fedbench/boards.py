@@ -300,7 +300,8 @@ def make_board(dataset: str, fingerprint: str, runs: Sequence[Run], metric: str 
 def make_methods(runs: Sequence[Run], remarks: list[str]) -> list[Method]:
     """Runs of one algorithm by their settings; a method is named by those that differ."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in NO_SETTING)
-    differ = [key for key in keys if len({json.dumps(run.config.get(key)) for run in runs}) > 1]
+    # a key that only newer runs have is no difference
+    differ = [key for key in keys if len({json.dumps(run.config[key]) for run in runs if key in run.config}) > 1]
     groups: dict[str, dict[int, Run]] = defaultdict(dict)
     for run in sorted(runs, key=lambda run: run.when):
         group = groups[json.dumps([run.config.get(key) for key in differ])]

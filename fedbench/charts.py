@@ -125,7 +125,7 @@ def trade_off(
     positive = [value for value in cost if value > 0]
     if positive:
         axes.set_xscale("symlog", linthresh=min(positive) / 2, linscale=0.4)
-        axes.xaxis.set_major_formatter(lambda value, _: amount(value))
+        axes.xaxis.set_major_formatter(lambda value, _: amount(value) if value == 0 or value >= min(positive) / 2 else "")
         axes.xaxis.set_minor_formatter("")
     axes.plot([cost[i] for i in front], [quality[i] for i in front], color=LOSS, linewidth=1.2, drawstyle="steps-post", zorder=1)
     for number, (x, y) in enumerate(zip(cost, quality, strict=True)):

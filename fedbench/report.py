@@ -346,6 +346,8 @@ def heat_maps(board: Board, rows: Sequence[Row]) -> Iterator[Figure]:
             if sum(map(len, maps.values())) == len(own):
                 break
         for rest, cells in maps.items():
+            if min(len({key[axis] for key in cells}) for axis in (0, 1)) < 2:
+                continue
             yield heat_map(board, f"{own[0].method.runs[0].name} {rest}".strip(), cells)
 
 
@@ -419,7 +421,9 @@ def leak_section(clean: Sequence[tuple[Board, list[Row]]], leaky: Sequence[tuple
 
 
 def leak_table(board: Board, rows: Sequence[Row], others: Sequence[tuple[Board, list[Row]]]) -> Table:
-    metrics, key, honest = board.metrics[:2], board.lead.key, by_algorithm(board, rows)
+    metrics, key = board.metrics[:2], board.lead.key
+    leaked = {name for other, theirs in others for name in by_algorithm(other, theirs)}
+    honest = {name: row for name, row in by_algorithm(board, rows).items() if name in leaked}
     lines, references = [], set()
     for where, found in ((board, honest), *((other, by_algorithm(other, theirs)) for other, theirs in others)):
         leaky = where.leaky
@@ -433,6 +437,8 @@ def leak_table(board: Board, rows: Sequence[Row], others: Sequence[tuple[Board, 
             gap = row.estimates[key].value - honest[name].estimates[key].value if name in honest else None
             lines.append([*cells, Cell("" if not leaky else "no clean run" if gap is None else f"{gap:+.4f}", mark="bad")])
         for name, values in where.references:
+            if name == "popularity" and any(is_popularity(row.method) for row in found.values()):
+                continue
             references.add(len(lines))
             lines.append([Cell(name), protocol, *(Cell(f"{values[m.key]:.4f}") for m in metrics), Cell("")])
     caption = (
@@ -444,7 +450,7 @@ def leak_table(board: Board, rows: Sequence[Row], others: Sequence[tuple[Board, 
 
 def leak_figure(board: Board, sides: Sequence[tuple[Board, Sequence[Row]]]) -> Figure:
     found = [(where.leaky, by_algorithm(where, rows)) for where, rows in sides]
-    names = dict.fromkeys(name for _, rows in found for name in rows)
+    names = dict.fromkeys(name for leaky, rows in found if leaky for name in rows)
     bars = [Bar(name, *rows[name].estimates[board.lead.key], leaky) for name in names for leaky, rows in found if name in rows]
     what = f"{board.dataset}: {board.lead.label}, clean and LEAKY"
     drawn = charts.draw(slug(f"{board.dataset}-leak-gap"), what, charts.intervals, bars, f"test {board.lead.label}", what, False)
