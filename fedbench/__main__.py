@@ -15,9 +15,9 @@ COMMANDS = {
     "sweep": ("fedbench.sweep:main", "many runs: grids and studies"),
     "audit": ("fedbench.audit:main", "prove that a protocol does not leak"),
     "bench": ("fedbench.bench:main", "measure speed"),
-    "report": ("fedbench.report:main", "compare finished runs in one page"),
     "fetch": ("fedbench.cli:fetch", "bring datasets into the cache"),
     "list": ("fedbench.cli:show_list", "show algorithms and datasets"),
+    "report": ("fedbench.report:main", "compare finished runs in one page"),
 }
 USAGE = "usage: python -m fedbench COMMAND [flags]\n\n" + "\n".join(f"  {name:<6} {what}" for name, (_, what) in COMMANDS.items())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from fedbench.config import NOT_HASHED
 from fedbench.errors import DataError, UsageError
 from fedbench.evaluate import client_metrics
 from fedbench.mirror import read_lines
+from fedbench.results import over_folds
 from fedbench.significance import bounds
 
 SHORT = {"clients_per_round": "n", "local_epochs": "e"}
@@ -43,7 +44,7 @@ class Metric:
     def clients(self, table: pd.DataFrame) -> np.ndarray:
         """[U] values of one run, whose mean (of ratings: weighted by how many a client has) is what `total` takes."""
         values = table[self.column].to_numpy(np.float64)
-        return client_metrics(values)[self.key.removeprefix("full_")] if "rank" in self.column else np.nan_to_num(values)
+        return client_metrics(values)[self.key.removeprefix("full_")] if "rank" in self.column else values
 
     def total(self, mean: Any) -> Any:
         """The metric, from the mean over clients: RMSE is the root of the mean squared error."""
@@ -62,6 +63,13 @@ RATING = (
     Metric("mae", "MAE", "mae_test", lower=True),
     Metric("accuracy", "accuracy", "accuracy_test"),
 )
+
+
+FLOOR = {
+    **{"rank_test": "rank_popularity", "full_rank_test": "full_rank_popularity"},
+    **{"mse_test": "mse_means", "mae_test": "mae_means", "accuracy_test": "accuracy_means"},
+}
+"""the column that holds the same of what every method must beat"""
 
 
 @dataclass(frozen=True)
@@ -85,19 +93,56 @@ class Run:
     def seed(self) -> int:
         return int(self.summary["seed"])
 
+    @property
+    def fold(self) -> int | None:
+        return self.summary.get("protocol_fields", {}).get("fold")
+
+    @property
+    def kind(self) -> str:
+        return "ranking" if "rank_test" in self.clients else "ratings"
+
+    @property
+    def fingerprint(self) -> str:
+        """What its table must share: of a fold, the fingerprint of all folds together."""
+        return str(self.summary["protocol_fingerprint"]) if self.fold is None else over_folds(self.summary)
+
+    @property
+    def weights(self) -> np.ndarray:
+        """[U] how many values of a client are tested: one item, or some ratings."""
+        return np.ones(len(self.clients)) if self.kind == "ranking" else self.clients["ratings_test"].to_numpy(np.float64)
+
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the leaderboard: runs that differ in the seed alone."""
+    """A row of the leaderboard: runs that differ in seed and fold alone."""
 
     name: str
     algo: str
     runs: list[Run]
     settings: dict[str, Any]
 
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({run.seed for run in self.runs})
+
+    @property
+    def folds(self) -> list[int | None]:
+        return [run.fold for run in self.runs if run.seed == self.seeds[0]]
+
+    @property
+    def weights(self) -> np.ndarray:
+        """[U] values of each client that one seed tests, over its folds."""
+        return np.sum([run.weights for run in self.runs if run.seed == self.seeds[0]], axis=0)
+
     def values(self, metric: Metric) -> np.ndarray:
-        """[seeds, U]"""
-        return np.stack([metric.clients(run.clients) for run in self.runs])
+        """[seeds, U]: of folds, the mean over all of a client's ratings; NaN for a client without any."""
+        return np.stack([self._pooled(metric, [run for run in self.runs if run.seed == seed]) for seed in self.seeds])
+
+    def _pooled(self, metric: Metric, folds: Sequence[Run]) -> np.ndarray:
+        if len(folds) == 1:
+            return metric.clients(folds[0].clients)
+        total = sum(np.where(run.weights > 0, metric.clients(run.clients) * run.weights, 0) for run in folds)
+        return np.divide(total, self.weights, out=np.full(len(self.weights), np.nan), where=self.weights > 0)
 
     def mean(self, *keys: str) -> float:
         """Mean over the runs of a number in summary.json; NaN where a run lacks it."""
@@ -135,11 +180,30 @@ class Board:
 
     @property
     def title(self) -> str:
-        return f"{self.dataset} · {self.first.summary['protocol']}"
+        return f"{self.dataset} · {self.first.summary['protocol']}{' · ratings' if self.lead in RATING else ''}"
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """[U] how much each tested client counts."""
+        weights = self.methods[0].weights
+        return weights[weights > 0]
+
+    @cached_property
+    def tested(self) -> np.ndarray:
+        """Which clients are tested; U is their number in all below."""
+        return self.methods[0].weights > 0
 
     @property
     def users(self) -> int:
-        return len(self.first.clients)
+        return len(self.weights)
+
+    def values(self, method: Method, metric: Metric) -> np.ndarray:
+        """[seeds, U]"""
+        return method.values(metric)[:, self.tested]
+
+    def total(self, metric: Metric, values: np.ndarray, inside: np.ndarray | slice = slice(None)) -> float:
+        """The metric over seeds and clients, or over those `inside` a group."""
+        return float(metric.total(np.average(values.mean(axis=0)[inside], weights=self.weights[inside])))
 
     @property
     def chance(self) -> dict[str, float]:
@@ -154,16 +218,21 @@ class Board:
     def references(self) -> list[tuple[str, dict[str, float]]]:
         """What stands beside the methods: the floor, and chance or the global mean."""
         named = (("popularity", "popularity"), ("user_item_mean", "user + item mean"), ("global_mean", "global mean"), ("chance", "chance"))
-        return [(name, values) for key, name in named if (values := self.first.summary.get(key))]
+        first = self.methods[0]
+        return [
+            (name, {metric.key: first.mean(key, metric.key) for metric in self.metrics}) for key, name in named if key in self.first.summary
+        ]
 
     @cached_property
-    def floor_clients(self) -> pd.DataFrame | None:
-        """The same of every client under the names of a method's own columns, from any run that has it."""
-        for run in self.runs:
-            if "rank_popularity" in run.clients:
-                own = run.clients[["rank_popularity", "full_rank_popularity"]]
-                return own.set_axis(["rank_test", "full_rank_test"], axis=1)
-        return next((method.runs[0].clients for method in self.methods if is_popularity(method)), None)
+    def floor_values(self) -> np.ndarray | None:
+        """[1, U] the floor's leading metric of every client, from any method whose runs all have it."""
+        for method in self.methods:
+            if all(FLOOR[self.lead.column] in run.clients for run in method.runs):
+                own = replace(self.lead, column=FLOOR[self.lead.column])
+                return self.values(method, own)[:1]
+            if is_popularity(method):
+                return self.values(method, self.lead)[:1]
+        return None
 
     @property
     def runs(self) -> list[Run]:
@@ -225,7 +294,13 @@ def read_run(folder: Path) -> Run:
         raise DataError(f"{path}: is missing; run it again or leave the folder out") from None
     except (OSError, ValueError) as error:  # pyarrow's and json's own errors are ValueErrors
         raise DataError(f"{folder}: cannot be read ({str(error).splitlines()[0]}); run it again or leave the folder out") from None
-    columns = {metric.column for metric in (RANKING if "rank_test" in clients else RATING)} | {"user", "train_items"}
+    ranking = "rank_test" in clients
+    columns = {
+        "user",
+        "train_items",
+        *(metric.column for metric in (RANKING if ranking else RATING)),
+        *(() if ranking else ["ratings_test"]),
+    }
     if missing := sorted(columns - set(clients.columns)):
         raise DataError(f"{path}: has no column {missing[0]}; run it again or leave the folder out")
     return Run(folder, settings, summary, clients, rounds, (folder / "summary.json").stat().st_mtime)
@@ -242,21 +317,21 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def keep(runs: Sequence[Run], prefixes: Sequence[str]) -> list[Run]:
-    kept = [run for run in runs if str(run.summary["protocol_fingerprint"]).startswith(tuple(prefixes))]
+    """The runs whose fingerprint starts with one of these."""
+    there = sorted({run.fingerprint for run in runs})
     for prefix in prefixes:
-        if not any(str(run.summary["protocol_fingerprint"]).startswith(prefix) for run in kept):
-            there = ", ".join(sorted({str(run.summary["protocol_fingerprint"]) for run in runs}))
-            raise UsageError(f"--fingerprint {prefix}: no run has it; there are {there}")
-    return kept
+        if not any(fingerprint.startswith(prefix) for fingerprint in there):
+            raise UsageError(f"--fingerprint {prefix}: no run has it; there are {', '.join(there)}")
+    return [run for run in runs if run.fingerprint.startswith(tuple(prefixes))]
 
 
 def choose_boards(runs: Sequence[Run], metric: str | None, leak_gap: bool, remarks: list[str]) -> tuple[list[Board], list[Board]]:
-    """The leaderboards, one a dataset, and the LEAKY boards that stand beside them. Refuses two fingerprints in one leaderboard."""
-    grouped: dict[str, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
+    """The leaderboards, one a dataset and kind, and the LEAKY boards beside them. Refuses two fingerprints in one leaderboard."""
+    grouped: dict[tuple[str, str], dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
-        grouped[str(run.summary["dataset"])][str(run.summary["protocol_fingerprint"])].append(run)
+        grouped[str(run.summary["dataset"]), run.kind][run.fingerprint].append(run)
     boards, beside = [], []
-    for dataset, by_fingerprint in sorted(grouped.items()):
+    for (dataset, _), by_fingerprint in sorted(grouped.items()):
         made = [make_board(dataset, fingerprint, members, metric, remarks) for fingerprint, members in sorted(by_fingerprint.items())]
         clean = [board for board in made if not board.leaky]
         main = clean if leak_gap and clean else made
@@ -283,8 +358,7 @@ def _refusal(dataset: str, boards: Sequence[Board], leak_gap: bool) -> str:
 
 def make_board(dataset: str, fingerprint: str, runs: Sequence[Run], metric: str | None, remarks: list[str]) -> Board:
     """Sort runs into methods and methods by the leading metric."""
-    ranking = "rank_test" in runs[0].clients
-    metrics = RANKING if ranking else RATING
+    metrics = RANKING if runs[0].kind == "ranking" else RATING
     lead = next((one for one in metrics if one.key == metric), metrics[0])
     first = runs[0]
     for run in runs:
@@ -293,8 +367,29 @@ def make_board(dataset: str, fingerprint: str, runs: Sequence[Run], metric: str 
     methods = []
     for algo in dict.fromkeys(run.summary["algo"] for run in runs):
         methods += make_methods([run for run in runs if run.summary["algo"] == algo], remarks)
-    methods.sort(key=lambda method: (-lead.sign * method.values(lead).mean(), method.name))
-    return Board(dataset, fingerprint, methods, (lead, *(one for one in metrics if one is not lead)))
+    for method in methods:
+        check_folds(method, methods[0])
+    board = Board(dataset, fingerprint, methods, (lead, *(one for one in metrics if one is not lead)))
+    worst_last = {method.name: -lead.sign * board.total(lead, board.values(method, lead)) for method in methods}
+    # what diverged is no number, and last
+    methods.sort(key=lambda method: (np.isnan(worst_last[method.name]), worst_last[method.name], method.name))
+    return board
+
+
+def check_folds(method: Method, other: Method) -> None:
+    """Every seed of every method must have been tested on the same values."""
+    for seed in method.seeds:
+        mine = np.sum([run.weights for run in method.runs if run.seed == seed], axis=0)
+        if not np.array_equal(mine, other.weights):
+            folds = [run.fold for run in method.runs if run.seed == seed]
+            raise UsageError(
+                f"{method.name}, seed {seed}, was tested on folds {_words(folds)}, and {other.name} on {_words(other.folds)}; "
+                "run the same folds of both, or leave one of them out"
+            )
+
+
+def _words(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))
 
 
 def make_methods(runs: Sequence[Run], remarks: list[str]) -> list[Method]:
@@ -302,15 +397,16 @@ def make_methods(runs: Sequence[Run], remarks: list[str]) -> list[Method]:
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in NO_SETTING)
     # a key that only newer runs have is no difference
     differ = [key for key in keys if len({json.dumps(run.config[key]) for run in runs if key in run.config}) > 1]
-    groups: dict[str, dict[int, Run]] = defaultdict(dict)
+    groups: dict[str, dict[tuple[int, int], Run]] = defaultdict(dict)
     for run in sorted(runs, key=lambda run: run.when):
         group = groups[json.dumps([run.config.get(key) for key in differ])]
-        if run.seed in group:
+        place = run.seed, run.fold or 0
+        if place in group:
             remarks.append(f"{run.name}, seed {run.seed}, was run more than once with the same settings: {run.folder} counts")
-        group[run.seed] = run
+        group[place] = run
     methods = []
     for group in groups.values():
-        members = [group[seed] for seed in sorted(group)]
+        members = [group[place] for place in sorted(group)]
         settings = {key: members[0].config.get(key) for key in differ}
         words = [f"{SHORT.get(key, key)}={'all' if value is None and key in SHORT else value}" for key, value in settings.items()]
         methods.append(Method(" ".join([members[0].name, *words]), members[0].summary["algo"], members, settings))
@@ -324,29 +420,27 @@ def is_popularity(method: Method) -> bool:
 
 
 def compare(board: Board) -> list[Row]:
-    """Every method's metrics with their intervals, and its leading metric against the best method's and popularity's."""
-    methods, lead = board.methods, board.lead
-    values = [[method.values(metric) for method in methods] for metric in board.metrics]
-    floor = None if board.floor_clients is None else lead.clients(board.floor_clients)
-    rows = [*(seeds for metric in values for seeds in metric), *([] if floor is None else [floor[None]])]
-    means = significance.bootstrap(rows)
-    estimates = []
-    for number in range(len(methods)):
-        found = {}
-        for position, metric in enumerate(board.metrics):
+    """Every method's metrics with their intervals, and its leading metric against the best method's and the floor's."""
+    methods, lead, floor = board.methods, board.lead, board.floor_values
+    values = [[board.values(method, metric) for method in methods] for metric in board.metrics]
+    rows = [*(seeds for by_method in values for seeds in by_method), *([] if floor is None else [floor])]
+    means = significance.bootstrap(rows, board.weights)
+    estimates: list[dict[str, Estimate]] = [{} for _ in methods]
+    for position, metric in enumerate(board.metrics):
+        for number, found in enumerate(estimates):
             resampled = metric.total(means[position * len(methods) + number])
-            found[metric.key] = Estimate(float(metric.total(values[position][number].mean())), *bounds(resampled))
-        estimates.append(found)
+            found[metric.key] = Estimate(board.total(metric, values[position][number]), *bounds(resampled))
 
     def against(other: np.ndarray, resampled: np.ndarray, who: Sequence[int]) -> dict[int, Comparison]:
-        p = significance.holm([significance.wilcoxon(values[0][i].mean(axis=0), other) for i in who])
+        clients = lead.total(other.mean(axis=0))
+        p = significance.holm([significance.wilcoxon(lead.total(values[0][i].mean(axis=0)), clients) for i in who])
         out = {}
         for i, corrected in zip(who, p, strict=True):
-            difference = lead.total(values[0][i].mean()) - lead.total(other.mean())
-            out[i] = Comparison(Estimate(float(difference), *bounds(lead.total(means[i]) - lead.total(resampled))), corrected)
+            difference = board.total(lead, values[0][i]) - board.total(lead, other)
+            out[i] = Comparison(Estimate(difference, *bounds(lead.total(means[i]) - lead.total(resampled))), corrected)
         return out
 
-    to_best = against(values[0][0].mean(axis=0), means[0], range(1, len(methods)))
+    to_best = against(values[0][0], means[0], range(1, len(methods)))
     others = [i for i, method in enumerate(methods) if not is_popularity(method)]
     to_floor = {} if floor is None else against(floor, means[-1], others)
     return [Row(method, estimates[i], to_best.get(i), to_floor.get(i)) for i, method in enumerate(methods)]

@@ -111,8 +111,8 @@ def rating_spread(mse: np.ndarray) -> dict[str, float]:
     return {"rmse_p90": float(np.percentile(rmse, 90)), "rmse_worst_decile": float(worst.mean())}
 
 
-def rating_floors(split: Split) -> dict[str, dict[str, float]]:
-    """Metrics on test of the two predictors that every table shows: the mean rating, and the user's mean + the item's - the mean.
+def mean_predictions(split: Split) -> dict[str, np.ndarray]:
+    """Predictions of the test ratings by the two predictors that every table shows: the mean, and the user's mean + the item's - the mean.
 
     Means are over training ratings; in the users split a client that never takes part has its support half for its own mean alone.
     """
@@ -127,8 +127,13 @@ def rating_floors(split: Split) -> dict[str, dict[str, float]]:
     user = means(client, split.train_rating, split.clients)
     item = means(split.train_item[known], split.train_rating[known], split.items)
     held = split.held["test"]
-    predictions = {"global_mean": np.full(len(held.item), mean), "user_item_mean": user[held.client] + item[held.item] - mean}
-    return {name: rating_metrics(value, held.rating, split.rating_min, split.rating_max) for name, value in predictions.items()}
+    return {"global_mean": np.full(len(held.item), mean), "user_item_mean": user[held.client] + item[held.item] - mean}
+
+
+def rating_floors(split: Split) -> dict[str, dict[str, float]]:
+    """Their metrics on test."""
+    rating = split.held["test"].rating
+    return {name: rating_metrics(value, rating, split.rating_min, split.rating_max) for name, value in mean_predictions(split).items()}
 
 
 def metrics_of(split: Split, outcome: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]:

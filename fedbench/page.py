@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fedbench.charts import Drawn
 from fedbench.errors import UsageError
-from fedbench.tracking import write_text
+from fedbench.tracking import plain, write_text
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 
@@ -110,7 +110,7 @@ def write(page: Page, out: Path) -> Path:
     """report.html, report.md, report.json and figures/*.png; figures of an earlier report in that folder go."""
     drawn = [figure.drawn for section in page.sections for figure in section.figures]
     html, markdown = page.to_html(), page.to_markdown()
-    facts = json.dumps(page.facts, indent=2, allow_nan=False) + "\n"
+    facts = json.dumps(plain(page.facts), indent=2, allow_nan=False) + "\n"
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
         if (out / "report.html").exists():

@@ -57,6 +57,8 @@ METHOD = (
     clients of this split: it does not speak of other datasets.""",
     """Critical differences: Friedman's test on the methods' ranks on each dataset, and Nemenyi's critical difference of mean ranks at the 5
     % level. Where a method was run with several settings, the one with the best validation result stands for it.""",
+    """Ratings: every client counts by how many of its ratings are held out, and the folds of a seed are put together, so that each
+    rating is tested once. RMSE is the root of the mean over all of them. In the Wilcoxon test a client's value is its own RMSE.""",
     "Costs are those of the whole run, not of the rounds up to the reported one. Bands of curves are the lowest and the highest seed.",
 )
 
@@ -118,7 +120,7 @@ def compose(boards: Sequence[Board], beside: Sequence[Board], remarks: Sequence[
         sections.append(leak_section(compared, [(board, compare(board)) for board in beside]))
     if remarks:
         sections[0] = Section(**{**vars(sections[0]), "remarks": [*sections[0].remarks, *remarks]})
-    datasets = ", ".join(board.dataset for board in boards)
+    datasets = ", ".join(dict.fromkeys(board.dataset for board in boards))
     facts = {"command": command, "boards": [board_facts(board, rows) for board, rows in compared]}
     return Page(f"fedbench report: {datasets}", f"{len(sources)} runs · {command}", sections, METHOD, sources, facts)
 
@@ -128,7 +130,7 @@ def board_section(board: Board, rows: Sequence[Row]) -> Section:
     summary = board.first.summary
     lead = f"Protocol {summary['protocol']} [{board.fingerprint}], {board.users:,} clients, {summary.get('items', 0):,} items. "
     lead += f"Best first by {board.lead.label}, on test, at the round that each run reports."
-    title = f"{board.dataset}, protocol {summary['protocol']}"
+    title = f"{board.dataset}, protocol {summary['protocol']}{', ratings' if board.lead in RATING else ''}"
     tables = [leaderboard(board, rows), differences(board, rows), costs(board), spread_table(board)]
     return Section(title, lead, board.leaky, warnings(board, rows), remarks_on(board), tables, list(figures(board, rows)))
 
@@ -153,7 +155,7 @@ def beats_chance(board: Board, row: Row) -> list[str]:
         return []
     hit = row.estimates["hr_10"].value
     # on an honest protocol its hits are independent over clients and seeds alike
-    error = (chance * (1 - chance) / (board.users * len(row.method.runs))) ** 0.5
+    error = (chance * (1 - chance) / (board.users * len(row.method.seeds))) ** 0.5
     if hit - chance <= 3 * error:
         return []
     figures = f"HR@10 {hit:.4f}, chance {chance:.4f} ({(hit - chance) / error:+.1f} standard errors)"
@@ -168,7 +170,7 @@ def beats_floor(board: Board, row: Row) -> list[str]:
     name, values = floor
     mine, least = row.estimates[board.lead.key].value, values[board.lead.key]
     figures = f"{board.lead.label} {mine:.4f} against {least:.4f}"
-    if board.lead.sign * (mine - least) <= 0:
+    if not board.lead.sign * (mine - least) > 0:  # what diverged is no number
         return [f"{row.method.name} does NOT beat {name}: {figures}"]
     if row.to_floor is not None and row.to_floor.p >= ALPHA:
         return [f"{row.method.name} is not significantly better than {name}: {figures}, p = {_p(row.to_floor.p)}"]
@@ -178,7 +180,7 @@ def beats_floor(board: Board, row: Row) -> list[str]:
 def remarks_on(board: Board) -> list[str]:
     """What a reader should know about the runs."""
     said = []
-    single = [method.name for method in board.methods if len(method.runs) == 1 and not is_popularity(method)]
+    single = [method.name for method in board.methods if len(method.seeds) == 1 and not is_popularity(method)]
     if single:
         said.append(f"One seed only, so that the interval is over clients alone: {', '.join(single)}")
     controls = [method.name for method in board.methods if method.algo in CANARIES]
@@ -190,10 +192,12 @@ def remarks_on(board: Board) -> list[str]:
 def leaderboard(board: Board, rows: Sequence[Row]) -> Table:
     """Metrics with their intervals; the floor and chance stand among the methods by their value."""
     lead = board.lead
-    best = {metric.key: max(metric.sign * row.estimates[metric.key].value for row in rows) * metric.sign for metric in board.metrics}
+    best = {
+        metric.key: metric.sign * np.nanmax([metric.sign * row.estimates[metric.key].value for row in rows]) for metric in board.metrics
+    }
     lines: list[tuple[float, bool, list[Cell]]] = []
     for number, row in enumerate(rows):
-        cells = [Cell(f"{number + 1}. {row.method.name}"), Cell(str(len(row.method.runs)))]
+        cells = [Cell(f"{number + 1}. {row.method.name}"), Cell(str(len(row.method.seeds)))]
         for key, found in row.estimates.items():
             cells.append(Cell(f"{found.value:.4f}", _range(found), "best" if found.value == best[key] else ""))
         lines.append((row.estimates[lead.key].value, False, cells))
@@ -216,7 +220,7 @@ def differences(board: Board, rows: Sequence[Row]) -> Table:
         lines.append([Cell(f"{number + 1}. {row.method.name}"), *cells])
     caption = f"Differences in {board.lead.label} with their intervals. p: Wilcoxon signed-rank over clients, Holm-corrected. "
     caption += f"Green is better and red worse at the {ALPHA:.0%} level."
-    if board.floor_clients is None:
+    if board.floor_values is None:
         caption += f" These runs do not tell {floor}'s result of each client, so there is no test against it."
     return Table("Significance", columns, lines, caption)
 
@@ -250,14 +254,14 @@ def spread_table(board: Board) -> Table:
     rows = []
     for number, method in enumerate(board.methods):
         cells = [Cell(f"{number + 1}. {method.name}"), *(Cell(_number(method.mean("test", key))) for key, _ in keys)]
-        values = method.values(board.lead).mean(axis=0)
-        rows.append([*cells, *(Cell(_number(float(board.lead.total(values[inside].mean())))) for _, inside in thirds)])
+        values = board.values(method, board.lead)
+        rows.append([*cells, *(Cell(_number(board.total(board.lead, values, inside))) for _, inside in thirds)])
     return Table("Spread over clients", columns, rows, "Clients in thirds by how many training items they have.")
 
 
 def size_thirds(board: Board) -> list[tuple[str, np.ndarray]]:
     """Clients by how much they train on: a label and who belongs to it [U]; equal sizes stay together, so there can be fewer than three."""
-    sizes = board.first.clients["train_items"].to_numpy()
+    sizes = board.first.clients["train_items"].to_numpy()[board.tested]
     group = np.searchsorted(np.unique(np.quantile(sizes, [1 / 3, 2 / 3])), sizes, side="left")
     return [(f"{sizes[group == one].min()}–{sizes[group == one].max()} items", group == one) for one in np.unique(group)]
 
@@ -387,7 +391,9 @@ def datasets_section(boards: Sequence[Board]) -> Section:
         need = "at least 2 datasets with one metric and an honest protocol, and 3 methods that ran on all of them"
         return Section(title, f"Not computed: it needs {need}; here are {len(honest)} and {len(everywhere)}.")
     lead = honest[0].lead
-    scores = np.array([[lead.total(one[name].values(lead).mean()) for name in everywhere] for one in chosen])
+    scores = np.array(
+        [[board.total(lead, board.values(one[name], lead)) for name in everywhere] for board, one in zip(honest, chosen, strict=True)]
+    )
     found = significance.critical_difference(lead.sign * scores)
     order = np.argsort(found.ranks, kind="stable")
     rows = [[Cell(everywhere[i]), Cell(f"{found.ranks[i]:.2f}"), *(Cell(f"{score:.4f}") for score in scores[:, i])] for i in order]
@@ -472,7 +478,7 @@ def board_facts(board: Board, rows: Sequence[Row]) -> dict[str, Any]:
     methods = [
         {
             "method": row.method.name,
-            "seeds": [run.seed for run in row.method.runs],
+            "seeds": row.method.seeds,
             "test": {key: found._asdict() for key, found in row.estimates.items()},
             "against_best": against(row.to_best),
             "against_floor": against(row.to_floor),

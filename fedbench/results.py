@@ -21,6 +21,7 @@ from fedbench.evaluate import (
     chance_metrics,
     client_errors,
     client_metrics,
+    mean_predictions,
     metrics_of,
     popularity_ranks,
     ranking_metrics,
@@ -173,11 +174,13 @@ def human(size: float) -> str:
 
 
 def per_client(parts: Split, outcome: Mapping[str, np.ndarray], refit: Mapping[str, np.ndarray] | None = None) -> pd.DataFrame:
-    """One row a client: its name in the source, how much it trained on, and its ranks and popularity's, or the errors of its ratings."""
+    """One row a client: its name in the source, how much it trained on, its ranks and popularity's, or its errors and the means'."""
     columns = {"user": parts.user_ids.astype(str), "train_items": parts.train_counts}
     if parts.held:
         for name, errors in _errors(parts, outcome).items():
             columns |= {f"{key}_{name}": value for key, value in errors.items()}
+        means = client_errors(mean_predictions(parts)["user_item_mean"], parts.held["test"], parts.rating_min, parts.rating_max)
+        columns |= {f"{key}_means": value for key, value in means.items() if key != "ratings"}
     else:
         floor = popularity_ranks(parts)
         columns |= {f"{kind}rank_{name}": outcome[f"{kind}{name}"] for kind in ("", "full_") for name in ("val", "test")}
@@ -195,8 +198,7 @@ def over_runs(summaries: Sequence[dict[str, Any]], clients: Sequence[pd.DataFram
     folds = [summary["protocol_fields"]["fold"] for summary in summaries]
     if len(set(folds)) > 1:
         merged["protocol_fields"]["fold"] = None
-        name, fields = merged["protocol"], {key: value for key, value in merged["protocol_fields"].items() if key != "protocol"}
-        merged["protocol_fingerprint"] = Protocol(name, **fields).fingerprint(merged["data_checksum"])
+        merged["protocol_fingerprint"] = over_folds(merged)
     if len({summary["seed"] for summary in summaries}) > 1:
         merged["seed"] = None
     told = ("seed", "best_round", "protocol_fingerprint", "val", "test", *(["refit"] if "refit" in merged else []))
@@ -216,8 +218,14 @@ def _intervals(clients: Sequence[pd.DataFrame]) -> dict[str, tuple[float, float]
         {f"{prefix}{name}": values for prefix, rank in columns.items() for name, values in client_metrics(frame[rank].to_numpy()).items()}
         for frame in clients
     ]
-    means = bootstrap([[run[name] for run in by_run] for name in by_run[0]])
+    means = bootstrap([np.stack([run[name] for run in by_run]) for name in by_run[0]])
     return dict(zip(by_run[0], map(bounds, means), strict=True))
+
+
+def over_folds(summary: dict[str, Any]) -> str:
+    """The fingerprint of all folds together."""
+    fields = {key: value for key, value in summary["protocol_fields"].items() if key != "protocol"}
+    return Protocol(summary["protocol"], **{**fields, "fold": None}).fingerprint(summary["data_checksum"])
 
 
 def _deviation(values: list[Any]) -> Any:

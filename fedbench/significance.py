@@ -27,17 +27,19 @@ def bounds(means: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def bootstrap(methods: Sequence[np.ndarray], resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+def bootstrap(methods: Sequence[np.ndarray], weights: np.ndarray | None = None, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
     """[methods, resamples] means: a method is [seeds, U], with the same clients in the same order for all.
 
     Each resample draws U clients with replacement, the same ones for every method, and apart from that as many seeds as the method has,
     with replacement; its value is the mean over all pairs of a drawn seed and a drawn client. With one seed only clients vary.
+    With `weights` [U], how many values a client has, means are over those values.
     """
     stacked = np.concatenate(methods)  # [runs, U]
     clients = stacked.shape[1]
+    weights = np.ones(clients) if weights is None else weights
     by_run = np.empty((resamples, len(stacked)))
     for rows, count in _drawn(seed, "report clients", clients, resamples):
-        by_run[rows] = count @ stacked.T / clients
+        by_run[rows] = (count @ (stacked * weights).T) / (count @ weights)[:, None]
     out = np.empty((len(methods), resamples))
     first = 0
     for number, values in enumerate(methods):
