@@ -70,7 +70,10 @@ def heatmap(means: pd.DataFrame, x: str, y: str, metric: str, names: tuple[str, 
         interval = "" if np.isnan(told[f"{metric}_pm"]) else f"\n± {told[f'{metric}_pm']:.3f}"
         text = f"{told[metric]:.3f}{interval}" + ("\nLEAKY" if told["leaky"] else "")
         color = LEAK if told["leaky"] else "black" if told[metric] > middle else "white"
-        axes.text(column, row, text, ha="center", va="center", fontsize=9, color=color, fontweight="bold" if told["leaky"] else "normal")
+        warned: dict[str, Any] = (
+            {"fontweight": "bold", "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 2}} if told["leaky"] else {}
+        )
+        axes.text(column, row, text, ha="center", va="center", fontsize=9, color=color, **warned)
     axes.set_xticks(range(len(columns)), [str(value) for value in columns])
     axes.set_yticks(range(len(rows)), [str(value) for value in rows])
     axes.set_xlabel(names[0])

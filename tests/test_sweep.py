@@ -137,7 +137,7 @@ def test_killed_at_any_moment_it_goes_on(swept: tuple[Path, str, str], tmp_path:
     """SIGKILL to the sweep when one point is done: its workers end, the next call redoes no finished point, totals are the same."""
     command = [sys.executable, str(ROOT / "sweeps" / "grid.py"), *GRID, "--no-mlflow", "--out", str(tmp_path / "s"), "--jobs", "2"]
     process = subprocess.Popen(command, cwd=tmp_path)
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900
     while not times(tmp_path / "s"):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
@@ -150,11 +150,11 @@ def test_killed_at_any_moment_it_goes_on(swept: tuple[Path, str, str], tmp_path:
     assert {key: times(tmp_path / "s")[key] for key in done} == done
 
 
-def test_ctrl_c_ends_the_points_and_the_next_call_goes_on(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_points_and_keeps_their_state(tmp_path: Path) -> None:
     line = [*LINE, "-e", "1", "2", "--no-mlflow", "--out", str(tmp_path / "s"), "--jobs", "2"]
     slow = [word if word != "2" or line[place - 1] != "--rounds" else "100000" for place, word in enumerate(line)]
     process = subprocess.Popen([sys.executable, "-m", "fedbench", "sweep", *slow], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900
     while len(list((tmp_path / "s").glob("*/metrics.jsonl"))) < 2:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
