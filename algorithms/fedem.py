@@ -130,6 +130,9 @@ class FedEM(Algorithm):
     def fused(self, sent: bool) -> DotBCE:
         return ElasticBCE(self.lr, sizes=self.adapter, lr_adapter=self.lr_adapter) if self.learns_merge(sent) else DotBCE(self.lr)
 
+    def fused_score(self, sent: bool) -> DotBCE | None:
+        return self.fused(sent) if self.merge == "elastic" or not sent else None
+
     def upload(self, held: Tensors, sent: Tensors, samples: Tensor) -> Tensors:
         return {"items": held["items"], "samples": samples}
 

@@ -47,7 +47,10 @@ class FedMF(SharedModel):
         return bce(held["items"][batch.items] @ held["user"], batch)
 
     def fused(self, sent: bool) -> DotBCE:
-        return DotBCE(self.lr)
+        return DotBCE(self.lr, changes=True)
+
+    def fused_score(self, sent: bool) -> DotBCE:
+        return self.fused(sent)
 
     def upload(self, held: Tensors, sent: Tensors, samples: Tensor) -> Tensors:
         return {"items": held["items"] - sent["items"]}

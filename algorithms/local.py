@@ -43,5 +43,8 @@ class Local(Algorithm):
     def fused(self, sent: bool) -> DotBCE:
         return DotBCE(self.lr)
 
+    def fused_score(self, sent: bool) -> DotBCE:
+        return self.fused(sent)
+
     def score(self, own: Tensors, sent: Tensors) -> Tensor:
         return own["items"] @ own["user"]

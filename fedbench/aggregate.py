@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numba import njit
 from torch import Tensor
 
 from fedbench.errors import FedbenchError, UsageError
@@ -15,6 +16,8 @@ from fedbench.errors import FedbenchError, UsageError
 AVERAGES = ("sum", "cohort", "touching")
 BLOCK = 1 << 26
 """numbers a chunk of a large product may hold"""
+CACHED = 1 << 18
+"""the same where a chunk is looked at several times and should stay in a CPU's cache"""
 
 
 class Rows(NamedTuple):
@@ -30,13 +33,32 @@ class Rows(NamedTuple):
 
     def combine(self, items: int, how: str) -> Tensor:
         """[M, ...]: summed item by item, divided by nothing (sum), the cohort's size (cohort) or a row's senders (touching)."""
-        total = self.value.new_zeros(items, *self.value.shape[1:]).index_add_(0, self.item, self.value)
+        total = summed_by_item(self.item, self.value, items)
         if how == "sum":
             return total
         if how == "cohort":
             return total / self.clients
-        senders = self.value.new_zeros(items).index_add_(0, self.item, self.value.new_ones(len(self.item)))
+        senders = torch.bincount(self.item, minlength=items).to(self.value.dtype)
         return total / senders.clamp(min=1).view(-1, *[1] * (total.dim() - 1))
+
+
+def summed_by_item(item: Tensor, value: Tensor, items: int) -> Tensor:
+    """[R], [R, ...] -> [M, ...]: the rows of each item added up, in order."""
+    total = value.new_zeros(items, *value.shape[1:])
+    if value.device.type != "cpu":
+        return total.index_add_(0, item, value)
+    _add_rows(
+        item.numpy(), value.contiguous().flatten(1).numpy() if value.dim() > 1 else value.view(-1, 1).numpy(), total.view(items, -1).numpy()
+    )
+    return total
+
+
+@njit(nogil=True, cache=True)
+def _add_rows(item: np.ndarray, value: np.ndarray, total: np.ndarray) -> None:
+    for r in range(item.size):
+        row, add = total[item[r]], value[r]
+        for j in range(add.size):
+            row[j] += add[j]
 
 
 def mean_of_whole_tables(rows: Rows, table: Tensor, kept: Tensor) -> Tensor:
@@ -53,7 +75,7 @@ def mean_of_whole_tables(rows: Rows, table: Tensor, kept: Tensor) -> Tensor:
 def signatures(tables: Tensor) -> Tensor:
     """[S, M, d] -> [S, M]: each client's items along the first principal component of its table, the largest entry positive."""
     scores = tables.new_empty(tables.shape[:2])
-    size = max(1, BLOCK // max(1, tables[0].numel()))
+    size = max(1, (CACHED if tables.device.type == "cpu" else BLOCK) // max(1, tables[0].numel()))
     for chunk, out in zip(tables.split(size), scores.split(size), strict=True):
         centred = chunk - chunk.mean(dim=1, keepdim=True)
         covariance = centred.transpose(1, 2) @ centred

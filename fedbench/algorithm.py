@@ -189,7 +189,14 @@ class Algorithm:
         return {}
 
     def fused(self, sent: bool) -> Any:
-        """A description that lets the engine take a fused kernel instead of the generic path, or None (see fedbench/fused.py)."""
+        """A description that lets the engine take a fused kernel instead of the generic path, or None (see fedbench/fused.py).
+
+        It stands for `receive`, `phases` and `loss`, with and without an answer from the server.
+        """
+        return None
+
+    def fused_score(self, sent: bool) -> Any:
+        """The same for `score`."""
         return None
 
 

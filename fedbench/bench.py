@@ -122,7 +122,7 @@ def full_round(federation: Federation, dtype: torch.dtype) -> dict[str, float]:
 @njit(fastmath=fused.FAST, error_model=fused.DIVIDE, cache=True)
 def _adam_loop(param: np.ndarray, grad: np.ndarray, first: np.ndarray, second: np.ndarray, steps: int, tiny: float) -> None:
     for step in range(steps):
-        fused._adam(param, grad, first, second, step + 1, 0.1, tiny)
+        fused._adam(param, grad, first, second, fused._rates(step + 1, 0.1), tiny)
 
 
 def adam_limit(kind: type) -> float:

@@ -150,7 +150,7 @@ def pack(samples: Samples, position: np.ndarray, stream: np.ndarray, sent: bool,
     count, touched = samples.counts[position], samples.touched[position]
     rows = np.zeros((len(position), max(1, int(touched.max()))), np.int64)
     local = np.zeros((len(position), max(1, int(count.max()))), np.int64)
-    label = np.zeros(local.shape, np.float64 if dtype == torch.float64 else np.float32)
+    label: np.ndarray = np.zeros(local.shape, host_type(dtype))
     pad(samples.row, samples.row_ptr, position, rows)
     pad(samples.local, samples.ptr, position, local)
     pad(samples.label, samples.ptr, position, label)
@@ -185,23 +185,81 @@ class Engine:
     def run_cohort(self, server: Tensors, store: ClientStore, samples: Samples, when: int) -> Round:
         """Every client of the cohort receives, trains and uploads; `store` is updated. Where a cohort runs is decided here alone."""
         answer = self.algorithm.answer(server)
-        slot = None if answer.slot is None else answer.slot.cpu().numpy()[samples.clients]
-        sent = np.full(len(samples.clients), bool(answer.shared)) if slot is None else slot >= 0
+        clients = torch.from_numpy(samples.clients).to(self.device)
+        sent = np.full(len(clients), bool(answer.shared)) if answer.slot is None else (answer.slot[clients] >= 0).cpu().numpy()
         stream = keys(self.seed, when, "shuffle", samples.clients)
+        places = {some: self.places(samples.clients[sent == some], some, answer, store) for some in map(bool, np.unique(sent))}
+        own_tables = any(name in store.tensors for name in self.algorithm.tables)
+        if own_tables and sent.any():
+            # before the cohort is cut: the last bits of a batched product depend on how many clients are in it
+            place = places[True]
+            if place and isinstance(place[0], fused.ElasticBCE):
+                fused.merge_in_place(place[0], place[1])
+            else:
+                merge_whole_tables(self.algorithm, clients[torch.from_numpy(sent).to(self.device)], answer, store)
+        if all(place and (own_tables or place[0].changes) for place in places.values()):
+            uploads, losses, updates = self.train_in_place(places, samples, sent, stream, store)
+        else:
+            uploads, losses, updates = self.train_in_blocks(answer, samples, sent, stream, store)
+        return Round(uploads, losses, bytes_down(answer, int(sent.sum()), uploads.whole), updates)
+
+    def places(self, clients: np.ndarray, sent: bool, answer: Answer, store: ClientStore) -> tuple[fused.DotBCE, fused.Clients] | None:
+        """The plan of a kernel that trains these clients where their state lies, and where that is."""
+        plan = self.algorithm.fused(sent) if self.kernels else None
+        place = in_place(plan, clients, answer, store)
+        return (plan, place) if plan and place else None
+
+    def train_in_place(
+        self,
+        places: dict[bool, tuple[fused.DotBCE, fused.Clients] | None],
+        samples: Samples,
+        sent: np.ndarray,
+        stream: np.ndarray,
+        store: ClientStore,
+    ) -> tuple[Uploads, Tensor, int]:
+        """The whole cohort at once, no block and no copy: kernels take a client's rows into the cache and write them back."""
+        a, n = self.algorithm, len(samples.clients)
+        losses, updates = np.zeros(n), 0
+        own_tables = any(name in store.tensors for name in a.tables)
+        change: np.ndarray | None = None if own_tables else np.empty((len(samples.row), a.dim), host_type(self.dtype))
+        for some, place in places.items():
+            assert place is not None
+            plan, clients = place
+            at = np.flatnonzero(sent == some)
+            layout = (
+                samples.ptr[at],
+                samples.counts[at],
+                samples.local,
+                samples.label,
+                samples.row_ptr[at],
+                samples.touched[at],
+                samples.row,
+            )
+            losses[at], steps = fused.train_in_place(
+                plan, (stream[at], *layout), clients, a.local_epochs, a.batch_size, a.stop_below, change
+            )
+            updates += int((steps * plan.trained(clients, samples.touched[at])).sum())
+        if change is None:
+            return self.collect_own(store, samples), torch.from_numpy(losses), updates
+        client = torch.from_numpy(np.repeat(np.arange(n), samples.touched))
+        rows = Rows(client, torch.from_numpy(samples.row.astype(np.int64)), torch.from_numpy(change), n)
+        return self.uploads(samples, {plan.items: rows}), torch.from_numpy(losses), updates
+
+    def train_in_blocks(
+        self, answer: Answer, samples: Samples, sent: np.ndarray, stream: np.ndarray, store: ClientStore
+    ) -> tuple[Uploads, Tensor, int]:
+        """The cohort in blocks of like clients, each of which receives, trains, keeps and uploads."""
         losses = torch.zeros(len(samples.clients), dtype=torch.float64)
         parts: list[tuple[Block, Tensors]] = []
         updates = 0
-        if any(name in store.tensors for name in self.algorithm.tables) and sent.any():
-            # before the cohort is cut: the last bits of a batched product depend on how many clients are in it
-            merge_whole_tables(self.algorithm, torch.from_numpy(samples.clients[sent]).to(self.device), answer, store)
         for position in blocks(samples, sent, self.algorithm.batch_size, self.block_rows):
             block = pack(samples, position, stream, bool(sent[position[0]]), self.dtype, self.device)
             loss, part, moved = self.run_block(block, answer, store)
             losses[position] = loss.double().cpu()
             parts.append((block, part))
             updates += moved
-        whole = self.algorithm.travels_whole(self.world)
-        return Round(self.collect(parts, store, samples), losses, bytes_down(answer, int(sent.sum()), whole), updates)
+        own_tables = any(name in store.tensors for name in self.algorithm.tables)
+        return self.collect_own(store, samples) if own_tables else self.collect(parts, samples), losses, updates
 
     def run_block(self, block: Block, answer: Answer, store: ClientStore) -> tuple[Tensor, Tensors, int]:
         """Receive (own tables are merged by now), train, keep; returns the losses [C] and what is uploaded of shared tables."""
@@ -264,16 +322,19 @@ class Engine:
             progress = progress.after_epoch(epoch, a.stop_below)
         return held, progress.mean(), progress.steps
 
-    def collect(self, parts: list[tuple[Block, Tensors]], store: ClientStore, samples: Samples) -> Uploads:
+    def uploads(self, samples: Samples, tensors: dict[str, Tensor | Rows]) -> Uploads:
+        return Uploads(self.world, torch.from_numpy(samples.clients).to(self.device), tensors, self.algorithm.travels_whole(self.world))
+
+    def collect_own(self, store: ClientStore, samples: Samples) -> Uploads:
+        """What clients with tables of their own upload: whole, from the store."""
+        everybody = np.array_equal(samples.clients, np.arange(self.world.clients))
+        own = store.read(torch.from_numpy(samples.clients).to(self.device), whole=everybody)
+        counts = torch.from_numpy(samples.counts).to(self.device, self.dtype)
+        return self.uploads(samples, vmapped(self.algorithm.upload, own, {}, counts))
+
+    def collect(self, parts: list[tuple[Block, Tensors]], samples: Samples) -> Uploads:
         """Stack what the blocks uploaded in the order of the cohort, so that sums do not depend on how it was cut."""
-        n = len(samples.clients)
-        clients = torch.from_numpy(samples.clients).to(self.device)
         tables = self.algorithm.tables
-        if any(name in store.tensors for name in tables):
-            everybody = np.array_equal(samples.clients, np.arange(self.world.clients))
-            own = store.read(clients, whole=everybody)
-            counts = torch.from_numpy(samples.counts).to(self.device, self.dtype)
-            return Uploads(self.world, clients, vmapped(self.algorithm.upload, own, {}, counts), self.algorithm.travels_whole(self.world))
         tensors: dict[str, Tensor | Rows] = {}
         position = torch.from_numpy(np.concatenate([block.position for block, _ in parts])).to(self.device)
         for name in parts[0][1]:
@@ -285,8 +346,28 @@ class Engine:
             item = torch.cat([block.rows.reshape(-1)[block.valid] for block, _ in parts])
             client = np.concatenate([np.repeat(block.position, block.touched) for block, _ in parts])
             order = torch.from_numpy(np.argsort(client, kind="stable")).to(self.device)
-            tensors[name] = Rows(torch.from_numpy(client).to(self.device)[order], item[order], value[order], n)
-        return Uploads(self.world, clients, tensors, self.algorithm.travels_whole(self.world))
+            tensors[name] = Rows(torch.from_numpy(client).to(self.device)[order], item[order], value[order], len(samples.clients))
+        return self.uploads(samples, tensors)
+
+
+def in_place(plan: fused.DotBCE | None, clients: np.ndarray, answer: Answer, store: ClientStore) -> fused.Clients | None:
+    """Where the state of these clients lies, if a kernel for `plan` can work on it there."""
+    if plan is None or isinstance(plan, fused.NeuMFBCE) or plan.user not in store.tensors:
+        return None
+    sent = answer.shared.get(plan.items)
+    shared = None if sent is None else sent.contiguous().numpy()[None]
+    nobody = np.zeros(len(clients), np.int64)
+    user = store.tensors[plan.user].numpy()
+    if plan.items not in store.tensors:
+        return None if shared is None else fused.Clients(shared, nobody, user, clients)
+    tables = store.tensors[plan.items].numpy()
+    if not isinstance(plan, fused.ElasticBCE):
+        return fused.Clients(tables, clients, user, clients)
+    adapter = store.tensors[plan.adapter].numpy()
+    if shared is not None:
+        return fused.Clients(tables, clients, user, clients, shared, nobody, adapter)
+    assert answer.slot is not None
+    return fused.Clients(tables, clients, user, clients, answer.personal[plan.items].numpy(), answer.slot[clients].numpy(), adapter)
 
 
 def rows_that_fit(dim: int, device: str) -> int:
@@ -300,6 +381,11 @@ def rows_that_fit(dim: int, device: str) -> int:
             room = 0
         room = room if room > 0 else 1 << 21
     return min(max(room // (dim * 4 * 4), 1 << 10), 1 << 20)
+
+
+def host_type(dtype: torch.dtype) -> type:
+    """The same kind of number in numpy."""
+    return np.float64 if dtype == torch.float64 else np.float32
 
 
 def trained_size(value: Tensor, table: bool, block: Block) -> np.ndarray:

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
+from numba import njit, prange
 from torch import Tensor
 
+from fedbench import fused
 from fedbench.algorithm import Algorithm, Answer, Batch, Tensors
-from fedbench.engine import FULL_ROWS, pad, sent_rows, sent_whole, vmapped
+from fedbench.engine import FULL_ROWS, in_place, pad, sent_rows, sent_whole, vmapped
 from fedbench.split import Held, Split
 from fedbench.store import ClientStore
 
@@ -146,8 +148,9 @@ def metrics_of(split: Split, outcome: Mapping[str, np.ndarray]) -> dict[str, dic
 class Evaluator:
     """Ranks every client's held-out items, among the sampled candidates and among all items it has not met; or predicts its ratings."""
 
-    def __init__(self, algorithm: Algorithm, split: Split, device: str) -> None:
+    def __init__(self, algorithm: Algorithm, split: Split, device: str, kernels: bool = True) -> None:
         self.algorithm, self.split, self.device = algorithm, split, device
+        self.kernels = kernels and device == "cpu"
         self.sampled = {
             "val": self._first(split.val_item, split.val_candidates),
             "test": self._first(split.test_item, split.test_candidates),
@@ -181,7 +184,11 @@ class Evaluator:
         return torch.from_numpy(out).to(self.device), np.arange(out.shape[1]) < counts[:, None]
 
     def _scores(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, items: Tensor | None = None) -> Tensor:
-        """[C, K] each client's scores of its K items, or of all of them."""
+        """[C, K] each client's scores of its K items, or of all of them: by a fused kernel where one fits."""
+        plan = self.algorithm.fused_score(sent) if self.kernels else None
+        place = in_place(plan, clients.numpy(), answer, store) if plan else None
+        if plan and place:
+            return torch.from_numpy(fused.score(plan, place, np.arange(self.split.items)[None] if items is None else items.numpy()))
         tables = self.algorithm.tables
         own = store.read(clients) if items is None else store.rows(clients, items, tables)
         if self.algorithm.reconstructs:
@@ -225,16 +232,7 @@ class Evaluator:
         for clients, sent in self._groups(answer, split.items):
             where = clients.cpu().numpy()
             scores = self._scores(store, answer, clients, sent)
-            row, item = _training_pairs(split, where, self.device)
-            val = torch.from_numpy(split.val_item[where].astype(np.int64)).to(self.device)
-            test = torch.from_numpy(split.test_item[where].astype(np.int64)).to(self.device)
-            for position, target in enumerate((val, test)):
-                at_least = ~(scores < scores.gather(1, target[:, None]))
-                count = at_least.sum(dim=1)
-                count.index_add_(0, row, -at_least[row, item].to(count.dtype))
-                if position == 1 and not split.refit:
-                    count -= at_least.gather(1, val[:, None])[:, 0].to(count.dtype)
-                out[position, where] = count.cpu().numpy()
+            out[:, where] = ranks_among_unseen(scores, split, where)
         return {"val": out[0], "test": out[1]}
 
     def _groups(self, answer: Answer, width: int, everyone: Tensor | None = None) -> Iterator[tuple[Tensor, bool]]:
@@ -251,7 +249,51 @@ class Evaluator:
                     yield chunk, sent
 
 
-def _training_pairs(split: Split, clients: np.ndarray, device: str) -> tuple[Tensor, Tensor]:
+def ranks_among_unseen(scores: Tensor, split: Split, clients: np.ndarray) -> np.ndarray:
+    """[C, M] scores of all items -> [2, C] ranks of the validation and test items among what the clients do not train on."""
+    out = np.empty((2, len(clients)), np.int64)
+    if scores.device.type == "cpu":
+        _rank_unseen(scores.numpy(), clients, split.train_ptr, split.train_item, split.val_item, split.test_item, split.refit, out)
+        return out
+    row, item = _training_pairs(split, clients, scores.device)
+    val, test = (torch.from_numpy(held[clients].astype(np.int64)).to(scores.device) for held in (split.val_item, split.test_item))
+    for position, target in enumerate((val, test)):
+        at_least = ~(scores < scores.gather(1, target[:, None]))
+        count = at_least.sum(dim=1)
+        count.index_add_(0, row, -at_least[row, item].to(count.dtype))
+        if position == 1 and not split.refit:
+            count -= at_least.gather(1, val[:, None])[:, 0].to(count.dtype)
+        out[position] = count.cpu().numpy()
+    return out
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def _rank_unseen(
+    scores: np.ndarray,
+    clients: np.ndarray,
+    train_ptr: np.ndarray,
+    train_item: np.ndarray,
+    val_item: np.ndarray,
+    test_item: np.ndarray,
+    refit: bool,
+    out: np.ndarray,
+) -> None:
+    """How many scores are not below the held-out item's, less those of the client's other items."""
+    for c in prange(clients.size):
+        u, mine = clients[c], scores[c]
+        for position in range(2):
+            score = mine[val_item[u] if position == 0 else test_item[u]]
+            count = 0
+            for i in range(mine.size):
+                count += 0 if mine[i] < score else 1
+            for i in train_item[train_ptr[u] : train_ptr[u + 1]]:
+                count -= 0 if mine[i] < score else 1
+            if position == 1 and not refit:
+                count -= 0 if mine[val_item[u]] < score else 1
+            out[position, c] = count
+
+
+def _training_pairs(split: Split, clients: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     """(position in `clients`, item) of every training interaction of these clients."""
     counts = split.train_counts[clients]
     row = np.repeat(np.arange(len(clients)), counts)

@@ -45,13 +45,14 @@ class Federation:
         """Round 0: the server and all clients initialised."""
         world = world_of(split)
         draw = Draw(seed, 0, None, dtype, device)
+        runs = Engine(algorithm, world, seed, device, dtype, **engine)
         return cls(
             algorithm,
             split,
-            Engine(algorithm, world, seed, device, dtype, **engine),
+            runs,
             algorithm.init_server(world, draw),
             ClientStore(algorithm, world, draw),
-            Evaluator(algorithm, split, device),
+            Evaluator(algorithm, split, device, runs.kernels),
             seed,
             visits=np.zeros(split.clients, np.int64),
         )

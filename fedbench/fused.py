@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numba import njit, prange
 
+from fedbench.elementary import exp_minus, log_one_plus
 from fedbench.split import shuffle
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
@@ -26,8 +27,14 @@ TINY = {4: 1e-17, 8: 1e-150}
 """by bytes a number: a slope below this is 0, for its square would be subnormal and a hundred times slower to compute with"""
 FORGET = (160, 360)
 """for float32, float64: steps without a gradient after which what is left of Adam's first moment is below rounding"""
-LOGS = 256
-"""factors between 1 and 2 that are multiplied before a logarithm is taken"""
+TILE = 128
+"""rows whose layers are computed at once, a feature's numbers side by side; a constant, so that the compiler sees what overlaps"""
+T1, T2, T3, T4 = np.uint64(TILE), np.uint64(2 * TILE), np.uint64(3 * TILE), np.uint64(4 * TILE)
+"""unsigned: an index that might be negative keeps a loop from being vectorised"""
+LANES = 16
+"""rows are padded to a multiple of this, so that no loop over them has a remainder"""
+Moving = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""numbers and their two moments in Adam"""
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,12 @@ class DotBCE:
     lr: float
     user: str = "user"
     items: str = "items"
+    changes: bool = False
+    """the client uploads how its item rows changed, and nothing else"""
+
+    def trained(self, clients: Clients, touched: np.ndarray) -> np.ndarray:
+        """[C] how many numbers a step of each client moves."""
+        return clients.user.shape[1] * (1 + touched)
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,10 @@ class ElasticBCE(DotBCE):
     adapter: str = "adapter"
     sizes: tuple[int, ...] = ()
     lr_adapter: float = 0.1
+
+    def trained(self, clients: Clients, touched: np.ndarray) -> np.ndarray:
+        assert clients.adapter is not None
+        return super().trained(clients, touched) + clients.adapter.shape[1]
 
 
 @dataclass(frozen=True)
@@ -64,34 +81,23 @@ class NeuMFBCE(DotBCE):
     clip: float = 0.0
 
 
+@njit(inline="always")
+def _rates(step: int, lr: float) -> tuple[float, float]:
+    """Adam's corrections of a step (from 1): lr / (1 - b1^step) and 1 / sqrt(1 - b2^step)."""
+    return lr / (1 - BETA1**step), 1 / math.sqrt(1 - BETA2**step)
+
+
 @njit(inline="always", fastmath=FAST, error_model=DIVIDE)
-def _adam(param: np.ndarray, grad: np.ndarray, first: np.ndarray, second: np.ndarray, step: int, lr: float, tiny: float) -> None:
+def _adam(param: np.ndarray, grad: np.ndarray, first: np.ndarray, second: np.ndarray, rates: tuple[float, float], tiny: float) -> None:
     """One Adam step over flat arrays, in place. Constants take the arrays' type: a float64 among them would halve the speed."""
     kind = param.dtype.type
     b1, b2, c1, c2 = kind(BETA1), kind(BETA2), kind(1 - BETA1), kind(1 - BETA2)
-    rate = kind(lr / (1 - BETA1**step))
-    root = kind(1 / math.sqrt(1 - BETA2**step))
-    eps, zero = kind(EPSILON), kind(0)
+    rate, root, eps, zero = kind(rates[0]), kind(rates[1]), kind(EPSILON), kind(0)
     for i in range(param.size):
         g = grad[i] if abs(grad[i]) > tiny else zero
         first[i] = b1 * first[i] + c1 * g
         second[i] = b2 * second[i] + c2 * g * g
         param[i] -= rate * first[i] / (np.sqrt(second[i]) * root + eps)
-
-
-@njit(inline="always", fastmath=FAST, error_model=DIVIDE)
-def _tail(x: float, one: float, tiny: float) -> tuple[float, float]:
-    """exp(-|x|) and sigmoid(x), neither below tiny."""
-    tail = max(np.exp(-abs(x)), tiny)
-    return tail, (one if x > 0 else tail) / (one + tail)
-
-
-@njit(inline="always", fastmath=FAST, error_model=DIVIDE)
-def _bce(logit: float, label: float, one: float, tiny: float) -> tuple[float, float, float]:
-    """Binary cross-entropy of one logit, with the label as a sign (see fedbench.algorithm.bce): a + log(b), and its slope."""
-    sign = label + label - one
-    tail, wrong = _tail(-sign * logit, one, tiny)
-    return max(-sign * logit, one - one), 1.0 + tail, -sign * wrong
 
 
 @njit(inline="always", fastmath=FAST, error_model=DIVIDE)
@@ -101,120 +107,202 @@ def _settled(total: float, seen: int, before: float, tolerance: float, epoch: in
     return mean, epoch > 0 and abs(mean - before) / abs(before + 1e-5) < tolerance
 
 
-@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
-def train_dot(
-    stream: np.ndarray,
-    local: np.ndarray,
-    label: np.ndarray,
-    count: np.ndarray,
-    touched: np.ndarray,
-    user: np.ndarray,
-    rows: np.ndarray,
-    epochs: int,
-    batch: int,
-    lr: float,
-    tolerance: float,
-    tiny: float,
-    loss: np.ndarray,
-    steps: np.ndarray,
-) -> None:
-    """[C] clients at once; user [C, d] and rows [C, T, d] are trained in place, loss [C] is the running mean, steps [C] the batches."""
-    d = user.shape[1]
-    kind = user.dtype.type
+@njit(fastmath=FAST, error_model=DIVIDE)
+def _slopes(logit: np.ndarray, pos: np.ndarray, neg: np.ndarray, n: int, share: float, error: np.ndarray) -> float:
+    """Cross-entropy of n logits with pos[s] samples of label 1 and neg[s] of label 0 each; error: share times the slopes."""
+    kind = logit.dtype.type
     one, zero = kind(1), kind(0)
-    for c in prange(count.size):
-        n, t = count[c], touched[c]
-        if n == 0:
-            continue
-        p, q = user[c], rows[c]
-        flat = q[:t].reshape(t * d)
-        order = np.empty(n, np.int64)
-        gq, mq, vq = np.empty((t, d), user.dtype), np.zeros(t * d, user.dtype), np.zeros(t * d, user.dtype)
-        gp, mp, vp = np.empty(d, user.dtype), np.zeros(d, user.dtype), np.zeros(d, user.dtype)
-        step, total, seen, mean = 0, 0.0, 0, 0.0
-        for epoch in range(epochs):
-            shuffle(order, stream[c], epoch, batch)
-            for start in range(0, n, batch):
-                stop = min(start + batch, n)
-                share = kind(1 / (stop - start))
-                gq[:] = 0
-                gp[:] = 0
-                product = 1.0  # one logarithm for many samples: each factor is between 1 and 2
-                for s in range(start, stop):
-                    at = order[s]
-                    i = local[c, at]
-                    logit = zero
-                    for j in range(d):
-                        logit += p[j] * q[i, j]
-                    linear, factor, slope = _bce(logit, label[c, at], one, tiny)
-                    total += linear
-                    product *= factor
-                    if s % LOGS == 0:
-                        total += math.log(product)
-                        product = 1.0
-                    error = slope * share
-                    for j in range(d):
-                        gp[j] += error * q[i, j]
-                        gq[i, j] += error * p[j]
-                total += math.log(product)
-                seen += stop - start
-                step += 1
-                _adam(flat, gq.reshape(t * d), mq, vq, step, lr, tiny)
-                _adam(p, gp, mp, vp, step, lr, tiny)
-            mean, settled = _settled(total, seen, mean, tolerance, epoch)
-            if settled:
-                break
-        loss[c] = mean
-        steps[c] = step
+    total = zero
+    for s in range(n):
+        x = logit[s]
+        tail = exp_minus(abs(x))
+        large = one / (one + tail)
+        small = tail * large
+        error[s] = share * (neg[s] * (large if x > zero else small) - pos[s] * (small if x > zero else large))
+        total += pos[s] * max(-x, zero) + neg[s] * max(x, zero) + (pos[s] + neg[s]) * log_one_plus(tail)
+    return total
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
-def _add_products(out: np.ndarray, values: np.ndarray, first: int, weights: np.ndarray, at: int, stride: int, count: int, n: int) -> None:
-    """out[s] += sum over k < count of weights[at + k·stride] · values[first + k, s]; eight or four k at a time."""
-    k = 0
-    while k + 8 <= count:
-        w0, w1 = weights[at + k * stride], weights[at + (k + 1) * stride]
-        w2, w3 = weights[at + (k + 2) * stride], weights[at + (k + 3) * stride]
-        w4, w5 = weights[at + (k + 4) * stride], weights[at + (k + 5) * stride]
-        w6, w7 = weights[at + (k + 6) * stride], weights[at + (k + 7) * stride]
-        a0, a1, a2, a3 = values[first + k], values[first + k + 1], values[first + k + 2], values[first + k + 3]
-        a4, a5, a6, a7 = values[first + k + 4], values[first + k + 5], values[first + k + 6], values[first + k + 7]
-        for s in range(n):
-            out[s] += (w0 * a0[s] + w1 * a1[s] + w2 * a2[s] + w3 * a3[s]) + (w4 * a4[s] + w5 * a5[s] + w6 * a6[s] + w7 * a7[s])
-        k += 8
+def _adam_along(
+    param: np.ndarray, first: np.ndarray, second: np.ndarray, error: np.ndarray, factor: float, rates: tuple[float, float], tiny: float
+) -> float:
+    """One Adam step of n numbers whose gradients are factor·error; returns param · error, before the step."""
+    kind = param.dtype.type
+    b1, b2, c1, c2 = kind(BETA1), kind(BETA2), kind(1 - BETA1), kind(1 - BETA2)
+    rate, root, eps, zero = kind(rates[0]), kind(rates[1]), kind(EPSILON), kind(0)
+    dot = zero
+    for i in range(param.size):  # a loop of its own: a sum inside the other one makes that twice as slow
+        dot += param[i] * error[i]
+    for i in range(param.size):
+        g = factor * error[i]
+        g = g if abs(g) > tiny else zero
+        first[i] = b1 * first[i] + c1 * g
+        second[i] = b2 * second[i] + c2 * g * g
+        param[i] -= rate * first[i] / (np.sqrt(second[i]) * root + eps)
+    return dot
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def _mix_one(
+    values: np.ndarray, source: int, count: int, out: np.ndarray, target: int, weights: np.ndarray, w: int, by: int, n: int
+) -> None:
+    """Row `target` of out += sum over k < count of weights[w + k·by] · row source + k of values; rows of TILE numbers, n used."""
+    y, k = np.uint64(target * TILE), 0
     while k + 4 <= count:
-        w0, w1 = weights[at + k * stride], weights[at + (k + 1) * stride]
-        w2, w3 = weights[at + (k + 2) * stride], weights[at + (k + 3) * stride]
-        a0, a1, a2, a3 = values[first + k], values[first + k + 1], values[first + k + 2], values[first + k + 3]
-        for s in range(n):
-            out[s] += w0 * a0[s] + w1 * a1[s] + w2 * a2[s] + w3 * a3[s]
+        x = np.uint64((source + k) * TILE)
+        w0, w1, w2, w3 = weights[w], weights[w + by], weights[w + 2 * by], weights[w + 3 * by]
+        for s in range(np.uint64(n)):
+            out[y + s] += w0 * values[x + s] + w1 * values[x + T1 + s] + w2 * values[x + T2 + s] + w3 * values[x + T3 + s]
         k += 4
+        w += 4 * by
     while k < count:
-        w0, a0 = weights[at + k * stride], values[first + k]
-        for s in range(n):
-            out[s] += w0 * a0[s]
+        x, w0 = np.uint64((source + k) * TILE), weights[w]
+        for s in range(np.uint64(n)):
+            out[y + s] += w0 * values[x + s]
         k += 1
+        w += by
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
-def _forward(weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, n: int, squash: bool, tiny: float) -> None:
-    """acts [sum(sizes), B], features by samples: fill every layer after the input; ReLU inside, sigmoid (squash) or ReLU at the end."""
-    one, zero = weights.dtype.type(1), weights.dtype.type(0)
+def _mix_two(
+    values: np.ndarray, source: int, count: int, out: np.ndarray, target: int, weights: np.ndarray, w: int, u: int, by: int, n: int
+) -> None:
+    """The same for rows `target` and target + 1, whose weights begin at w and u: what is read serves twice."""
+    y, k = np.uint64(target * TILE), 0
+    while k + 8 <= count:
+        x = np.uint64((source + k) * TILE)
+        z = x + T4
+        w0, w1, w2, w3 = weights[w], weights[w + by], weights[w + 2 * by], weights[w + 3 * by]
+        w4, w5, w6, w7 = weights[w + 4 * by], weights[w + 5 * by], weights[w + 6 * by], weights[w + 7 * by]
+        u0, u1, u2, u3 = weights[u], weights[u + by], weights[u + 2 * by], weights[u + 3 * by]
+        u4, u5, u6, u7 = weights[u + 4 * by], weights[u + 5 * by], weights[u + 6 * by], weights[u + 7 * by]
+        for s in range(np.uint64(n)):
+            a, b, c, d = values[x + s], values[x + T1 + s], values[x + T2 + s], values[x + T3 + s]
+            e, f, g, h = values[z + s], values[z + T1 + s], values[z + T2 + s], values[z + T3 + s]
+            out[y + s] += (w0 * a + w1 * b + w2 * c + w3 * d) + (w4 * e + w5 * f + w6 * g + w7 * h)
+            out[y + T1 + s] += (u0 * a + u1 * b + u2 * c + u3 * d) + (u4 * e + u5 * f + u6 * g + u7 * h)
+        k += 8
+        w += 8 * by
+        u += 8 * by
+    while k < count:
+        x, w0, u0 = np.uint64((source + k) * TILE), weights[w], weights[u]
+        for s in range(np.uint64(n)):
+            out[y + s] += w0 * values[x + s]
+            out[y + T1 + s] += u0 * values[x + s]
+        k += 1
+        w += by
+        u += by
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def _mix(
+    values: np.ndarray,
+    source: int,
+    count: int,
+    out: np.ndarray,
+    target: int,
+    outs: int,
+    weights: np.ndarray,
+    at: int,
+    by_out: int,
+    by_in: int,
+    n: int,
+) -> None:
+    """Row target + o of `out` += sum over k of weights[at + o·by_out + k·by_in] · row source + k of `values`; rows of TILE, n used."""
+    o = 0
+    while o + 2 <= outs:
+        w = at + o * by_out
+        _mix_two(values, source, count, out, target + o, weights, w, w + by_out, by_in, n)
+        o += 2
+    if o < outs:
+        _mix_one(values, source, count, out, target + o, weights, at + o * by_out, by_in, n)
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def _products(up: np.ndarray, row: int, acts: np.ndarray, source: int, count: int, out: np.ndarray, at: int, n: int) -> None:
+    """out[at + i] += row `row` of up · row source + i of acts, for i < count; rows of TILE numbers, n used."""
+    zero = out.dtype.type(0)
+    x, i = np.uint64(row * TILE), 0
+    while i + 4 <= count:
+        y = np.uint64((source + i) * TILE)
+        d0, d1, d2, d3 = zero, zero, zero, zero
+        for s in range(np.uint64(n)):
+            d0 += up[x + s] * acts[y + s]
+            d1 += up[x + s] * acts[y + T1 + s]
+            d2 += up[x + s] * acts[y + T2 + s]
+            d3 += up[x + s] * acts[y + T3 + s]
+        out[at + i] += d0
+        out[at + i + 1] += d1
+        out[at + i + 2] += d2
+        out[at + i + 3] += d3
+        i += 4
+    while i < count:
+        y, d0 = np.uint64((source + i) * TILE), zero
+        for s in range(np.uint64(n)):
+            d0 += up[x + s] * acts[y + s]
+        out[at + i] += d0
+        i += 1
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def _products_of_two(up: np.ndarray, row: int, acts: np.ndarray, source: int, count: int, out: np.ndarray, at: int, n: int) -> int:
+    """The same for rows `row` and row + 1 of up, the second's from out[at + count] on, four i at a time; returns how many i were done."""
+    zero = out.dtype.type(0)
+    x, i = np.uint64(row * TILE), 0
+    while i + 4 <= count:
+        y = np.uint64((source + i) * TILE)
+        d0, d1, d2, d3, e0, e1, e2, e3 = zero, zero, zero, zero, zero, zero, zero, zero
+        for s in range(np.uint64(n)):
+            u, v = up[x + s], up[x + T1 + s]
+            a0, a1, a2, a3 = acts[y + s], acts[y + T1 + s], acts[y + T2 + s], acts[y + T3 + s]
+            d0 += u * a0
+            d1 += u * a1
+            d2 += u * a2
+            d3 += u * a3
+            e0 += v * a0
+            e1 += v * a1
+            e2 += v * a2
+            e3 += v * a3
+        k = at + i
+        for value in (d0, d1, d2, d3):
+            out[k] += value
+            k += 1
+        k = at + count + i
+        for value in (e0, e1, e2, e3):
+            out[k] += value
+            k += 1
+        i += 4
+    return i
+
+
+@njit(inline="always")
+def _row(acts: np.ndarray, i: int) -> np.ndarray:
+    """Row i of rows of TILE numbers."""
+    return acts[i * TILE : (i + 1) * TILE]
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def _forward(weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, n: int, squash: bool) -> None:
+    """acts [sum(sizes)·TILE], a row a feature: fill every layer after the input; ReLU inside, sigmoid (squash) or ReLU at the end."""
+    kind = weights.dtype.type
+    one, zero = kind(1), kind(0)
     source, at = 0, 0
     for layer in range(sizes.size - 1):
         fan_in, fan_out = sizes[layer], sizes[layer + 1]
         target = source + fan_in
         bias = at + fan_in * fan_out
-        last = squash and layer == sizes.size - 2
         for o in range(fan_out):
-            out = acts[target + o]
-            b = weights[bias + o]
+            out, b = _row(acts, target + o), weights[bias + o]
             for s in range(n):
                 out[s] = b
-            _add_products(out, acts, source, weights, at + o * fan_in, 1, fan_in, n)
-            if last:
+        _mix(acts, source, fan_in, acts, target, fan_out, weights, at, fan_in, 1, n)
+        for o in range(fan_out):
+            out = _row(acts, target + o)
+            if squash and layer == sizes.size - 2:
                 for s in range(n):
-                    out[s] = _tail(out[s], one, tiny)[1]
+                    tail = exp_minus(abs(out[s]))
+                    out[s] = (one if out[s] > zero else tail) / (one + tail)
             else:
                 for s in range(n):
                     out[s] = max(out[s], zero)
@@ -223,32 +311,10 @@ def _forward(weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, n: int, s
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
-def _weight_gradient(up: np.ndarray, acts: np.ndarray, source: int, fan_in: int, grad: np.ndarray, at: int, n: int, zero: float) -> None:
-    """grad[at + i] = sum over samples of up · acts[source + i]; four i at a time."""
-    i = 0
-    while i + 4 <= fan_in:
-        a0, a1, a2, a3 = acts[source + i], acts[source + i + 1], acts[source + i + 2], acts[source + i + 3]
-        d0, d1, d2, d3 = zero, zero, zero, zero
-        for s in range(n):
-            d0 += up[s] * a0[s]
-            d1 += up[s] * a1[s]
-            d2 += up[s] * a2[s]
-            d3 += up[s] * a3[s]
-        grad[at + i], grad[at + i + 1], grad[at + i + 2], grad[at + i + 3] = d0, d1, d2, d3
-        i += 4
-    while i < fan_in:
-        a0, d0 = acts[source + i], zero
-        for s in range(n):
-            d0 += up[s] * a0[s]
-        grad[at + i] = d0
-        i += 1
-
-
-@njit(fastmath=FAST, error_model=DIVIDE)
 def _backward(
     weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, delta: np.ndarray, grad: np.ndarray, n: int, of_weights: bool, of_input: bool
 ) -> None:
-    """delta ends with the slopes of the last layer; fill `grad` (of the weights) and the first rows of `delta` (of the input)."""
+    """delta ends with the slopes of the last layer; add to `grad` (of the weights) and fill the first rows of `delta` (of the input)."""
     zero = weights.dtype.type(0)
     target, end = 0, 0
     for layer in range(sizes.size - 1):
@@ -260,37 +326,268 @@ def _backward(
         bias = end - fan_out
         at = bias - fan_in * fan_out
         if of_weights:
-            for o in range(fan_out):
-                up = delta[target + o]
-                sum_up = zero
-                for s in range(n):
-                    sum_up += up[s]
-                grad[bias + o] = sum_up
-                _weight_gradient(up, acts, source, fan_in, grad, at + o * fan_in, n, zero)
+            for o in range(0, fan_out, 2):
+                done = _products_of_two(delta, target + o, acts, source, fan_in, grad, at + o * fan_in, n) if o + 1 < fan_out else 0
+                for one in range(o, min(o + 2, fan_out)):
+                    up, sum_up = _row(delta, target + one), zero
+                    for s in range(n):
+                        sum_up += up[s]
+                    grad[bias + one] += sum_up
+                    _products(delta, target + one, acts, source + done, fan_in - done, grad, at + one * fan_in + done, n)
         if layer > 0 or of_input:
             for i in range(fan_in):
-                down = delta[source + i]
+                down = _row(delta, source + i)
                 for s in range(n):
                     down[s] = zero
-                _add_products(down, delta, target, weights, at + i, fan_in, fan_out, n)
-                if layer > 0:
-                    a = acts[source + i]
-                    for s in range(n):
-                        down[s] = down[s] if a[s] > 0 else zero
+            _mix(delta, target, fan_out, delta, source, fan_in, weights, at, 1, fan_in, n)
+        if layer > 0:
+            for i in range(fan_in):
+                down, out = _row(delta, source + i), _row(acts, source + i)
+                for s in range(n):
+                    down[s] = down[s] if out[s] > zero else zero
         target = source
         end = at
 
 
-@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
-def train_elastic(
-    stream: np.ndarray,
+@njit(fastmath=FAST, error_model=DIVIDE)
+def _dot_step(
+    rows: Moving, person: Moving, pos: np.ndarray, neg: np.ndarray, share: float, rates: tuple[float, float], tiny: float, box: np.ndarray
+) -> float:
+    """One batch of a client: an Adam step of its rows [d, T] and its vector [d]; returns the summed loss. box: room for [2, T]."""
+    q, first, second = rows
+    p, first_p, second_p = person
+    d, n = q.shape
+    logit, error = box[0], box[1]
+    logit[:] = 0
+    for j in range(d):
+        for s in range(n):
+            logit[s] += p[j] * q[j, s]
+    total = _slopes(logit, pos, neg, n, share, error)
+    gp = np.empty(d, p.dtype)
+    for j in range(d):
+        gp[j] = _adam_along(q[j], first[j], second[j], error, p[j], rates, tiny)
+    _adam(p, gp, first_p, second_p, rates, tiny)
+    return total
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def _merge_weights(own: np.ndarray, sent: np.ndarray, start: int, n: int, w: np.ndarray, sizes: np.ndarray, acts: np.ndarray) -> None:
+    """Fill acts with [own, sent - own] of the rows from `start` on, n of them, and all layers; it ends with rho. own, sent [d, T]"""
+    d = own.shape[0]
+    for j in range(d):
+        mine, other, x, change = own[j, start:], sent[j, start:], _row(acts, j), _row(acts, d + j)
+        for s in range(n):
+            x[s] = mine[s]
+            change[s] = other[s] - mine[s]
+    _forward(w, sizes, acts, n, True)
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def _elastic_step(
+    own: np.ndarray,
+    sent: np.ndarray,
+    gq: np.ndarray,
+    person: Moving,
+    adapter: Moving,
+    sizes: np.ndarray,
+    pos: np.ndarray,
+    neg: np.ndarray,
+    n: int,
+    share: float,
+    rates: tuple[float, float],
+    rates_adapter: tuple[float, float],
+    tiny: float,
+    acts: np.ndarray,
+    delta: np.ndarray,
+) -> float:
+    """One batch of a client over its n rows in the batch, own and sent [d, T]: a step of the adapter, then one of its vector [d].
+
+    gq [d, T] becomes the gradient of the rows; returns the summed loss.
+    """
+    p, first_p, second_p = person
+    w, first_w, second_w = adapter
+    kind = p.dtype.type
+    one, zero = kind(1), kind(0)
+    d = len(p)
+    gp, gw = np.zeros(d, p.dtype), np.zeros(len(w), p.dtype)
+    both, error, part = np.empty(2 * TILE, p.dtype), np.empty(TILE, p.dtype), np.empty(TILE, p.dtype)
+    last = sizes.sum() - 1
+    total = 0.0
+    for phase in range(2):
+        for start in range(0, n, TILE):
+            b = min(TILE, n - start)
+            _merge_weights(own, sent, start, b, w, sizes, acts)
+            rho, top = _row(acts, last), _row(delta, last)
+            both[:] = zero  # p·own and p·(sent - own)
+            _mix_one(acts, 0, d, both, 0, p, 0, 1, b)
+            _mix_one(acts, d, d, both, 1, p, 0, 1, b)
+            change = _row(both, 1)
+            for s in range(b):
+                part[s] = both[s] + rho[s] * change[s]
+            value = _slopes(part, pos[start:], neg[start:], b, share, error)
+            for s in range(b):
+                slope = error[s] * change[s] * rho[s] * (one - rho[s])
+                top[s] = slope if abs(slope) > tiny else zero
+            _backward(w, sizes, acts, delta, gw, b, phase == 0, phase == 1)
+            if phase == 0:
+                continue
+            total += value
+            for s in range(b):
+                part[s] = error[s] * rho[s]
+            _products(error, 0, acts, 0, d, gp, 0, b)
+            _products(part, 0, acts, d, d, gp, 0, b)
+            for j in range(d):
+                out, down, down_change, weight = gq[j, start:], _row(delta, j), _row(delta, d + j), p[j]
+                for s in range(b):
+                    out[s] = down[s] - down_change[s] + (error[s] - part[s]) * weight
+        if phase == 0:
+            _adam(w, gw, first_w, second_w, rates_adapter, tiny)
+    _adam(p, gp, first_p, second_p, rates, tiny)
+    return total
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def _count(local: np.ndarray, label: np.ndarray, order: np.ndarray, pos: np.ndarray, neg: np.ndarray) -> None:
+    """How many samples of label 1 and of label 0 each row has in a batch."""
+    one = pos.dtype.type(1)
+    pos[:] = one - one
+    neg[:] = one - one
+    for at in order:
+        if label[at] > 0:
+            pos[local[at]] += one
+        else:
+            neg[local[at]] += one
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def _take(table: np.ndarray, row: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """[T, d] these rows of a table, which `out` [d, T] takes side by side. Two loops: the first one's cache misses overlap."""
+    d = table.shape[1]
+    rows = np.empty((row.size, d), table.dtype)
+    for i in range(row.size):
+        source = table[row[i]]
+        for j in range(d):
+            rows[i, j] = source[j]
+    for i in range(row.size):
+        for j in range(d):
+            out[j, i] = rows[i, j]
+    return rows
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def _pick(pos: np.ndarray, neg: np.ndarray, q: np.ndarray, g: np.ndarray, used: np.ndarray, out: np.ndarray) -> int:
+    """The rows that a batch uses, side by side: their numbers in `used`; q, g [d, T], room for gradients, pos and neg in `out`."""
+    d, k = len(q), 0
+    for i in range(pos.size):
+        used[k] = i
+        if pos[i] + neg[i] > 0:
+            k += 1
+    for j in range(d):
+        for i in range(k):
+            out[j, i] = q[j, used[i]]
+            out[d + j, i] = g[j, used[i]]
+    for i in range(k):
+        out[3 * d, i] = pos[used[i]]
+        out[3 * d + 1, i] = neg[used[i]]
+    return k
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def _train_client(
+    key: np.uint64,
     local: np.ndarray,
     label: np.ndarray,
-    count: np.ndarray,
-    touched: np.ndarray,
-    user: np.ndarray,
-    rows: np.ndarray,
+    row: np.ndarray,
+    table: np.ndarray,
+    p: np.ndarray,
     sent: np.ndarray,
+    elastic: bool,
+    w: np.ndarray,
+    sizes: np.ndarray,
+    epochs: int,
+    batch: int,
+    lr: float,
+    lr_adapter: float,
+    tolerance: float,
+    tiny: float,
+    change: np.ndarray,
+) -> tuple[float, int]:
+    """All local steps of one client on the rows of `table` that it touches; p and w are trained in place.
+
+    The trained rows go back to the table, or, if `change` has room, how they changed goes there. Returns running mean loss and steps.
+    Within a step a row is looked at once however many samples use it; rows lie side by side ([d, T]), so that loops over them are long.
+    """
+    n, t, d = local.size, row.size, p.size
+    kind = p.dtype.type
+    width = -(-t // LANES) * LANES
+    cut = n > batch
+    rows = np.zeros((d, width), p.dtype), np.zeros((d, width), p.dtype), np.zeros((d, width), p.dtype)
+    person = p, np.zeros(d, p.dtype), np.zeros(d, p.dtype)
+    q, (pos, neg, box) = rows[0], (np.zeros(width, p.dtype), np.zeros(width, p.dtype), np.empty((2, width), p.dtype))
+    before = _take(table, row, q)
+    order = np.empty(n, np.int64)
+    # what the merge needs; in_batch: the rows of a batch side by side
+    wide, layers, size = (width, sizes.sum(), w.size) if elastic else (0, 0, 0)
+    g, gq, tiles = np.zeros((d, wide), p.dtype), np.zeros((d, wide), p.dtype), np.zeros((2, layers * TILE), p.dtype)
+    adapter = w, np.zeros(size, p.dtype), np.zeros(size, p.dtype)
+    in_batch = np.zeros((3 * d + 2 if cut else 0, wide), p.dtype)
+    used = np.empty(wide if cut else 0, np.int64)
+    if elastic:
+        _take(sent, row, g)
+    step, total, seen, mean = 0, 0.0, 0, 0.0
+    for epoch in range(epochs):
+        shuffle(order, key, epoch, batch)
+        for start in range(0, n, batch):
+            stop = min(start + batch, n)
+            if cut or epoch == 0:
+                _count(local, label, order[start:stop], pos, neg)
+            share = kind(1 / (stop - start))
+            step += 1
+            rates, rates_adapter = _rates(step, lr), _rates(step, lr_adapter)
+            if not elastic:
+                total += _dot_step(rows, person, pos, neg, share, rates, tiny, box)
+            elif cut:
+                k = _pick(pos, neg, q, g, used, in_batch)
+                own, other, grad = in_batch[:d], in_batch[d : 2 * d], in_batch[2 * d : 3 * d]
+                total += _elastic_step(own, other, grad, person, adapter, sizes, in_batch[3 * d], in_batch[3 * d + 1], k, share, rates,
+                                       rates_adapter, tiny, tiles[0], tiles[1])  # fmt: skip
+                gq[:] = kind(0)
+                for j in range(d):
+                    for i in range(k):
+                        gq[j, used[i]] = grad[j, i]
+            else:
+                total += _elastic_step(q, g, gq, person, adapter, sizes, pos, neg, width, share, rates, rates_adapter, tiny,
+                                       tiles[0], tiles[1])  # fmt: skip
+            if elastic:
+                all_of = d * width
+                _adam(q.reshape(all_of), gq.reshape(all_of), rows[1].reshape(all_of), rows[2].reshape(all_of), rates, tiny)
+            seen += stop - start
+        mean, settled = _settled(total, seen, mean, tolerance, epoch)
+        if settled:
+            break
+    for i in range(t):
+        out = change[i] if len(change) else table[row[i]]
+        for j in range(d):
+            out[j] = q[j, i] - before[i, j] if len(change) else q[j, i]
+    return mean, step
+
+
+@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
+def train_rows(
+    stream: np.ndarray,
+    begin: np.ndarray,
+    count: np.ndarray,
+    local: np.ndarray,
+    label: np.ndarray,
+    row_begin: np.ndarray,
+    touched: np.ndarray,
+    row: np.ndarray,
+    tables: np.ndarray,
+    place: np.ndarray,
+    user: np.ndarray,
+    who: np.ndarray,
+    sent: np.ndarray,
+    slot: np.ndarray,
     adapter: np.ndarray,
     sizes: np.ndarray,
     epochs: int,
@@ -299,92 +596,86 @@ def train_elastic(
     lr_adapter: float,
     tolerance: float,
     tiny: float,
+    change: np.ndarray,
     loss: np.ndarray,
     steps: np.ndarray,
 ) -> None:
-    """As train_dot, on rows merged with `sent` [C, T, d] by each client's adapter [C, A]; all three are trained in place."""
-    d = user.shape[1]
-    kind = user.dtype.type
-    one, zero = kind(1), kind(0)
-    layers = sizes.sum()
-    for c in prange(count.size):
-        n, t = count[c], touched[c]
-        if n == 0:
-            continue
-        p, q, g, w = user[c], rows[c], sent[c], adapter[c]
-        flat = q[:t].reshape(t * d)
-        order = np.empty(n, np.int64)
-        wide = min(batch, n)
-        acts, delta = np.empty((layers, wide), user.dtype), np.empty((layers, wide), user.dtype)
-        gq, mq, vq = np.empty((t, d), user.dtype), np.zeros(t * d, user.dtype), np.zeros(t * d, user.dtype)
-        gp, mp, vp = np.empty(d, user.dtype), np.zeros(d, user.dtype), np.zeros(d, user.dtype)
-        gp_change, own, change, error = (
-            np.empty(d, user.dtype),
-            np.empty(wide, user.dtype),
-            np.empty(wide, user.dtype),
-            np.empty(wide, user.dtype),
-        )
-        gw, mw, vw = np.empty(w.size, user.dtype), np.zeros(w.size, user.dtype), np.zeros(w.size, user.dtype)
-        step, total, seen, mean = 0, 0.0, 0, 0.0
-        for epoch in range(epochs):
-            shuffle(order, stream[c], epoch, batch)
-            for start in range(0, n, batch):
-                b = min(batch, n - start)
-                share = kind(1 / b)
-                for s in range(b):
-                    i = local[c, order[start + s]]
-                    for j in range(d):
-                        acts[j, s] = q[i, j]
-                        acts[d + j, s] = g[i, j] - q[i, j]
-                step += 1
-                rho, top = acts[layers - 1], delta[layers - 1]
-                for phase in range(2):  # the adapter's step, then that of user and items
-                    _forward(w, sizes, acts, b, True, tiny)
-                    for s in range(b):
-                        own[s] = zero
-                        change[s] = zero
-                    _add_products(own, acts, 0, p, 0, 1, d, b)
-                    _add_products(change, acts, d, p, 0, 1, d, b)
-                    product = 1.0
-                    for s in range(b):
-                        linear, factor, slope = _bce(own[s] + rho[s] * change[s], label[c, order[start + s]], one, tiny)
-                        error[s] = slope * share
-                        if phase == 1:
-                            total += linear
-                            product *= factor
-                            if s % LOGS == 0:
-                                total += math.log(product)
-                                product = 1.0
-                    total += math.log(product)
-                    for s in range(b):
-                        slope = error[s] * change[s] * rho[s] * (one - rho[s])
-                        top[s] = slope if abs(slope) > tiny else zero
-                    _backward(w, sizes, acts, delta, gw, b, phase == 0, phase == 1)
-                    if phase == 0:
-                        _adam(w, gw, mw, vw, step, lr_adapter, tiny)
-                for s in range(b):
-                    own[s] = error[s] * rho[s]
-                    change[s] = error[s] - own[s]
-                _weight_gradient(error, acts, 0, d, gp, 0, b, zero)
-                _weight_gradient(own, acts, d, d, gp_change, 0, b, zero)
+    """Local training of n clients whose samples and touched rows lie one client after another from begin[c] and row_begin[c] on.
+
+    Client c trains the rows of tables[place[c]], user[who[c]] and, if slot[c] >= 0, adapter[who[c]] with sent[slot[c]] merged in.
+    Tables are trained in place, or `change` [R, d] takes how each touched row changed and they stay as they are.
+    """
+    for c in prange(who.size):
+        mine, rows = slice(begin[c], begin[c] + count[c]), slice(row_begin[c], row_begin[c] + touched[c])
+        if count[c]:
+            loss[c], steps[c] = _train_client(
+                stream[c], local[mine], label[mine], row[rows], tables[place[c]], user[who[c]], sent[max(slot[c], 0)], slot[c] >= 0,
+                adapter[who[c] if slot[c] >= 0 else 0], sizes, epochs, batch, lr, lr_adapter, tolerance, tiny,
+                change[rows] if len(change) else change)  # fmt: skip
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def _merge_weights_of(item: np.ndarray, table: np.ndarray, sent: np.ndarray, w: np.ndarray, sizes: np.ndarray, acts: np.ndarray) -> None:
+    """As _merge_weights for these items of whole tables [M, d], TILE of them at most."""
+    n, d = item.size, table.shape[1]
+    for s in range(n):
+        i = item[s]
+        for j in range(d):
+            acts[j * TILE + s] = table[i, j]
+            acts[(d + j) * TILE + s] = sent[i, j] - table[i, j]
+    _forward(w, sizes, acts, -(-n // LANES) * LANES, True)
+
+
+@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
+def merge_elastic(tables: np.ndarray, who: np.ndarray, sent: np.ndarray, slot: np.ndarray, adapter: np.ndarray, sizes: np.ndarray) -> None:
+    """Every row of tables[who[c]] moves towards sent[slot[c]], as far as adapter[who[c]] says."""
+    _, items, d = tables.shape
+    everything = np.arange(items)
+    for c in prange(who.size):
+        acts = np.zeros(sizes.sum() * TILE, tables.dtype)
+        rho = _row(acts, sizes.sum() - 1)
+        table = tables[who[c]]
+        for start in range(0, items, TILE):
+            item = everything[start : start + TILE]
+            _merge_weights_of(item, table, sent[slot[c]], adapter[who[c]], sizes, acts)
+            for s in range(item.size):
                 for j in range(d):
-                    gp[j] += gp_change[j]
-                    down, down_change, share_j = delta[j], delta[d + j], p[j]
-                    for s in range(b):
-                        down[s] += change[s] * share_j - down_change[s]
-                gq[:] = 0
-                for s in range(b):
-                    i = local[c, order[start + s]]
-                    for j in range(d):
-                        gq[i, j] += delta[j, s]
-                _adam(flat, gq.reshape(t * d), mq, vq, step, lr, tiny)
-                _adam(p, gp, mp, vp, step, lr, tiny)
-                seen += b
-            mean, settled = _settled(total, seen, mean, tolerance, epoch)
-            if settled:
-                break
-        loss[c] = mean
-        steps[c] = step
+                    table[start + s, j] += rho[s] * acts[(d + j) * TILE + s]
+
+
+@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
+def score_rows(
+    tables: np.ndarray,
+    place: np.ndarray,
+    user: np.ndarray,
+    who: np.ndarray,
+    sent: np.ndarray,
+    slot: np.ndarray,
+    adapter: np.ndarray,
+    sizes: np.ndarray,
+    items: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """out [C, K]: user[who[c]] · the rows items[c] (or items[0] for all) of tables[place[c]], merged with sent[slot[c]] if that is >= 0."""
+    kind = tables.dtype.type
+    d = user.shape[1]
+    for c in prange(who.size):
+        table, p, item = tables[place[c]], user[who[c]], items[c % len(items)]
+        for s in range(item.size):
+            i, logit = item[s], kind(0)
+            for j in range(d):
+                logit += p[j] * table[i, j]
+            out[c, s] = logit
+        if slot[c] >= 0:
+            acts, change = np.zeros(sizes.sum() * TILE, tables.dtype), np.empty(TILE, tables.dtype)
+            rho = _row(acts, sizes.sum() - 1)
+            for start in range(0, item.size, TILE):
+                some = item[start : start + TILE]
+                _merge_weights_of(some, table, sent[slot[c]], adapter[who[c]], sizes, acts)
+                change[:] = kind(0)
+                _mix_one(acts, d, d, change, 0, p, 0, 1, TILE)
+                for s in range(some.size):
+                    out[c, start + s] += rho[s] * change[s]
 
 
 @njit(inline="always", fastmath=FAST, error_model=DIVIDE)
@@ -516,9 +807,10 @@ def train_neumf(
         mp, vp, gp = np.zeros(wide, user.dtype), np.zeros(wide, user.dtype), np.empty(wide, user.dtype)
         mw, vw, gw = np.zeros(w.size, user.dtype), np.zeros(w.size, user.dtype), np.empty(w.size, user.dtype)
         mh, vh, gh = np.zeros(h.size, user.dtype), np.zeros(h.size, user.dtype), np.empty(h.size, user.dtype)
-        gmf, acts, delta = np.empty((d, size), user.dtype), np.empty((layers, size), user.dtype), np.empty((layers, size), user.dtype)
+        gmf, acts, delta = np.empty(d * TILE, user.dtype), np.empty(layers * TILE, user.dtype), np.empty(layers * TILE, user.dtype)
         small, gsmall = np.empty(w.size - hidden * half, user.dtype), np.empty(w.size - hidden * half, user.dtype)
-        logit, error, box = np.empty(size, user.dtype), np.empty(size, user.dtype), np.empty(2 * wide, user.dtype)
+        logit, error, pos, neg = np.empty((4, TILE), user.dtype)
+        box = np.empty(2 * wide, user.dtype)
         terms = min(longest, FORGET[0] if user.itemsize == 4 else FORGET[1]) + 3
         share_at, scale_at = np.empty(terms, user.dtype), np.empty(terms, user.dtype)
         both, sums = np.empty(d, user.dtype), np.empty(d, user.dtype)
@@ -527,11 +819,11 @@ def train_neumf(
         for epoch in range(epochs):
             shuffle(order, stream[c], epoch, batch)
             for start in range(0, n, batch):
-                b = min(batch, n - start)
-                share = kind(1 / b)
+                stop = min(start + batch, n)
+                share = kind(1 / (stop - start))
                 used = 0
-                for s in range(b):
-                    i = local[c, order[start + s]]
+                for s in range(start, stop):
+                    i = local[c, order[s]]
                     if in_batch[i] != step:
                         in_batch[i] = step
                         distinct[used] = i
@@ -544,10 +836,6 @@ def train_neumf(
                         else:
                             _catch_up(q[i], mq[i], vq[i], moved_at[i], step, fade, rates, roots, share_at, scale_at, box)
                         moved_at[i] = step + 1
-                    for j in range(d):
-                        gmf[j, s] = q[i, j]
-                    for j in range(half):
-                        acts[j, s] = q[i, d + j]
                 # the first layer's weights of the item's half; the user's half goes into its bias
                 for o in range(hidden):
                     bias = w[hidden * 2 * half + o]
@@ -556,35 +844,41 @@ def train_neumf(
                         bias += w[o * 2 * half + j] * p[d + j]
                     small[hidden * half + o] = bias
                 small[hidden * half + hidden :] = w[hidden * 2 * half + hidden :]
-                _forward(small, sizes, acts, b, False, tiny)
                 for j in range(d):
                     both[j] = h[j] * p[j]
-                for s in range(b):
-                    logit[s] = h[d + deep]
-                _add_products(logit, gmf, 0, both, 0, 1, d, b)
-                _add_products(logit, acts, top, h, d, 1, deep, b)
-                product, error_sum = 1.0, zero
-                for s in range(b):
-                    linear, factor, slope = _bce(logit[s], label[c, order[start + s]], one, tiny)
-                    error[s] = slope * share
-                    error_sum += error[s]
-                    total += linear
-                    product *= factor
-                    if s % LOGS == 0:
-                        total += math.log(product)
-                        product = 1.0
-                total += math.log(product)
-                _weight_gradient(error, gmf, 0, d, sums, 0, b, zero)
-                _weight_gradient(error, acts, top, deep, gh, d, b, zero)
-                gh[d + deep] = error_sum
+                sums[:], gh[:], gsmall[:] = zero, zero, zero
+                for tile in range(start, stop, TILE):
+                    b = min(TILE, stop - tile)
+                    for s in range(b):
+                        at = order[tile + s]
+                        i = local[c, at]
+                        pos[s], neg[s] = label[c, at], one - label[c, at]
+                        for j in range(d):
+                            gmf[j * TILE + s] = q[i, j]
+                        for j in range(half):
+                            acts[j * TILE + s] = q[i, d + j]
+                    _forward(small, sizes, acts, b, False)
+                    logit[:] = h[d + deep]
+                    _mix_one(gmf, 0, d, logit, 0, both, 0, 1, b)
+                    _mix_one(acts, top, deep, logit, 0, h, d, 1, b)
+                    total += _slopes(logit, pos, neg, b, share, error)
+                    _products(error, 0, gmf, 0, d, sums, 0, b)
+                    _products(error, 0, acts, top, deep, gh, d, b)
+                    gh[d + deep] += error[:b].sum()
+                    for o in range(deep):
+                        down, out, weight = _row(delta, top + o), _row(acts, top + o), h[d + o]
+                        for s in range(b):
+                            down[s] = error[s] * weight if out[s] > 0 else zero
+                    _backward(small, sizes, acts, delta, gsmall, b, True, True)
+                    for s in range(b):
+                        row, slope = gq[local[c, order[tile + s]]], error[s]
+                        for j in range(d):
+                            row[j] += slope * both[j]
+                        for j in range(half):
+                            row[d + j] += delta[j * TILE + s]
                 for j in range(d):
                     gh[j] = p[j] * sums[j]
                     gp[j] = h[j] * sums[j]
-                for o in range(deep):
-                    out, down, weight = acts[top + o], delta[top + o], h[d + o]
-                    for s in range(b):
-                        down[s] = error[s] * weight if out[s] > 0 else zero
-                _backward(small, sizes, acts, delta, gsmall, b, True, True)
                 gp[d:] = zero
                 for o in range(hidden):
                     slope = gsmall[hidden * half + o]
@@ -594,12 +888,6 @@ def train_neumf(
                         gw[o * 2 * half + half + j] = gsmall[o * half + j]
                         gp[d + j] += slope * w[o * 2 * half + j]
                 gw[hidden * 2 * half + hidden :] = gsmall[hidden * half + hidden :]
-                for s in range(b):
-                    row, slope = gq[local[c, order[start + s]]], error[s]
-                    for j in range(d):
-                        row[j] += slope * both[j]
-                    for j in range(half):
-                        row[d + j] += delta[j, s]
                 scale = one
                 if clip > 0:
                     square = (gp * gp).sum() + (gw * gw).sum() + (gh * gh).sum()
@@ -616,7 +904,7 @@ def train_neumf(
                 _adamw(w, gw, mw, vw, rate, root, decay, scale, tiny)
                 _adamw(h, gh, mh, vh, rate, root, decay, scale, tiny)
                 step += 1
-                seen += b
+                seen += stop - start
             mean, settled = _settled(total, seen, mean, tolerance, epoch)
             if settled:
                 break
@@ -663,16 +951,83 @@ def train_pool(
             logit = zero
             for j in range(d):
                 logit += p[j] * q[j]
-            linear, factor, slope = _bce(logit, label[s], one, tiny)
-            total += linear + math.log(factor)
-            error = slope * share
+            tail = exp_minus(abs(logit))
+            sign = label[s] + label[s] - one
+            total += max(-sign * logit, zero) + log_one_plus(tail)
+            error = -share * sign * (tail if sign * logit > zero else one) / (one + tail)
             for j in range(d):
                 gp[j] += error * q[j] + shrink * p[j]
                 gq[j] += error * p[j] + shrink * q[j]
         step += 1
-        _adam(users.reshape(-1), grad_users.reshape(-1), first_users.reshape(-1), second_users.reshape(-1), step, lr, tiny)
-        _adam(items.reshape(-1), grad_items.reshape(-1), first_items.reshape(-1), second_items.reshape(-1), step, lr, tiny)
+        rates = _rates(step, lr)
+        _adam(users.reshape(-1), grad_users.reshape(-1), first_users.reshape(-1), second_users.reshape(-1), rates, tiny)
+        _adam(items.reshape(-1), grad_items.reshape(-1), first_items.reshape(-1), second_items.reshape(-1), rates, tiny)
     return total / label.size
+
+
+@dataclass(frozen=True)
+class Clients:
+    """Where C clients' state lies in whole arrays; what has an index is trained in place."""
+
+    tables: np.ndarray
+    """[X, M, d]"""
+    place: np.ndarray
+    """[C] each client's table in there"""
+    user: np.ndarray
+    """[Y, d]"""
+    who: np.ndarray
+    """[C] each client's vector in there, and its adapter"""
+    sent: np.ndarray | None = None
+    """[Z, M, d] the server's tables"""
+    slot: np.ndarray | None = None
+    """[C] each client's in there"""
+    adapter: np.ndarray | None = None
+    """[Y, A]"""
+
+    def of(self, plan: DotBCE) -> tuple[np.ndarray, ...]:
+        """The kernels' arguments; without a merge stand-ins that are never read."""
+        if isinstance(plan, ElasticBCE):
+            assert self.sent is not None and self.slot is not None and self.adapter is not None
+            return self.tables, self.place, self.user, self.who, self.sent, self.slot, self.adapter, np.array(plan.sizes)
+        return self.tables, self.place, self.user, self.who, self.tables, np.full(len(self.who), -1), self.user, np.zeros(0, np.int64)
+
+
+def train_in_place(
+    plan: DotBCE,
+    samples: tuple[np.ndarray, ...],
+    clients: Clients,
+    epochs: int,
+    batch: int,
+    tolerance: float,
+    change: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Local training of C clients; returns running mean losses and steps, [C] each. With `change` [R, d] their tables stay as they are.
+
+    samples: (stream [C], begin [C], count [C], local, label, row_begin [C], touched [C], row), see train_rows
+    """
+    user = clients.user
+    loss, steps = np.zeros(len(clients.who)), np.zeros(len(clients.who), np.int64)
+    lr_adapter = plan.lr_adapter if isinstance(plan, ElasticBCE) else 0.0
+    room = np.empty((0, user.shape[1]), user.dtype) if change is None else change
+    kernel: Any = train_rows
+    kernel(
+        *samples, *clients.of(plan), epochs, batch, plan.lr, lr_adapter, tolerance, user.dtype.type(TINY[user.itemsize]), room, loss, steps
+    )
+    return loss, steps
+
+
+def merge_in_place(plan: ElasticBCE, clients: Clients) -> None:
+    """All rows of the clients' own tables merged with the server's."""
+    kernel: Any = merge_elastic
+    kernel(clients.tables, clients.who, clients.sent, clients.slot, clients.adapter, np.array(plan.sizes))
+
+
+def score(plan: DotBCE, clients: Clients, items: np.ndarray) -> np.ndarray:
+    """[C, K] or [1, K] items -> [C, K] the clients' scores for them."""
+    out = np.empty((len(clients.who), items.shape[1]), clients.user.dtype)
+    kernel: Any = score_rows
+    kernel(*clients.of(plan), items, out)
+    return out
 
 
 def train(
@@ -689,20 +1044,26 @@ def train(
     samples: (stream [C], local [C, S], label [C, S], count [C], touched [C])
     """
     user, rows = held[plan.user], held[plan.items]
+    if not isinstance(plan, NeuMFBCE):
+        stream, local, label, count, touched = samples
+        everyone = np.arange(len(user))
+        layout = (
+            stream,
+            everyone * local.shape[1],
+            count,
+            local.reshape(-1).astype(np.int32),
+            label.reshape(-1).astype(np.float32),
+            0 * everyone,
+            touched,
+            np.arange(rows.shape[1], dtype=np.int32),
+        )
+        merged = (sent[plan.items], everyone, held[plan.adapter]) if isinstance(plan, ElasticBCE) else ()
+        return train_in_place(plan, layout, Clients(rows, everyone, user, everyone, *merged), epochs, batch, tolerance)
     loss, steps = np.zeros(len(user)), np.zeros(len(user), np.int64)
-    tiny = user.dtype.type(TINY[user.itemsize])
-    if isinstance(plan, ElasticBCE):
-        extra = (sent[plan.items], held[plan.adapter], np.array(plan.sizes))
-        kernel: Any = train_elastic
-        kernel(*samples, user, rows, *extra, epochs, batch, plan.lr, plan.lr_adapter, tolerance, tiny, loss, steps)
-    elif isinstance(plan, NeuMFBCE):
-        sizes = np.array((plan.layers[0] // 2, *plan.layers[1:]))
-        kernel = train_neumf
-        kernel(*samples, user, rows, held[plan.mlp], held[plan.head], sizes, epochs, batch, plan.lr, plan.weight_decay, plan.clip,
-               tolerance, tiny, loss, steps)  # fmt: skip
-        if plan.kept in held:
-            held[plan.kept] *= (1 - plan.lr * plan.weight_decay) ** steps
-    else:
-        kernel = train_dot
-        kernel(*samples, user, rows, epochs, batch, plan.lr, tolerance, tiny, loss, steps)
+    kernel: Any = train_neumf
+    sizes = np.array((plan.layers[0] // 2, *plan.layers[1:]))
+    kernel(*samples, user, rows, held[plan.mlp], held[plan.head], sizes, epochs, batch, plan.lr, plan.weight_decay, plan.clip,
+           tolerance, user.dtype.type(TINY[user.itemsize]), loss, steps)  # fmt: skip
+    if plan.kept in held:
+        held[plan.kept] *= (1 - plan.lr * plan.weight_decay) ** steps
     return loss, steps

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -354,6 +355,19 @@ class Samples:
         return np.diff(self.row_ptr)
 
 
+@njit(cache=True)
+def _outside(avoid: np.ndarray, items: int) -> np.ndarray:
+    """[items - len(avoid)] the items that are not in the sorted list `avoid`, ascending."""
+    out = np.empty(items - avoid.size, np.int32)
+    item = 0
+    for k in range(avoid.size + 1):
+        stop = avoid[k] if k < avoid.size else items
+        for i in range(item, stop):
+            out[i - k] = i
+        item = stop + 1
+    return out
+
+
 @njit(parallel=True, nogil=True, cache=True)
 def _sample(
     stream: np.ndarray,
@@ -375,8 +389,13 @@ def _sample(
         u = clients[c]
         avoid = avoid_item[avoid_ptr[u] : avoid_ptr[u + 1]]
         free = items - avoid.size
-        place = np.full(items, -1, np.int32)
-        start = ptr[c]
+        start, total = ptr[c], ptr[c + 1] - ptr[c]
+        # many draws: the list of items to draw from; few among many items: a search a draw
+        listed = _outside(avoid, items) if items <= 16 * total else avoid[:0]
+        size = 1
+        while size < min(items, 2 * total):
+            size *= 2
+        known, place = np.full(size, -1, np.int32), np.empty(size, np.int32)
         at, rows, counter = start, 0, 0
         for p in range(train_ptr[u], train_ptr[u + 1]):
             first = at
@@ -384,7 +403,8 @@ def _sample(
                 pick = np.int64(train_item[p])
                 repeated = j > 0
                 while repeated:
-                    pick = unseen(avoid, below(stream[c], counter, free))
+                    rank = below(stream[c], counter, free)
+                    pick = np.int64(listed[rank]) if listed.size else unseen(avoid, rank)
                     counter += 1
                     repeated = False
                     if free >= k:
@@ -392,11 +412,15 @@ def _sample(
                             if row[start + local[s]] == pick:
                                 repeated = True
                                 break
-                if place[pick] < 0:
-                    place[pick] = rows
+                slot = pick & (size - 1)
+                while known[slot] >= 0 and known[slot] != pick:
+                    slot = (slot + 1) & (size - 1)
+                if known[slot] < 0:
+                    known[slot] = pick
+                    place[slot] = rows
                     row[start + rows] = pick
                     rows += 1
-                local[at] = place[pick]
+                local[at] = place[slot]
                 label[at] = 1.0 if j == 0 else 0.0
                 at += 1
         touched[c] = rows
@@ -462,8 +486,8 @@ def sample_round(split: Split, cohort: np.ndarray, negatives: int, seed: int, wh
     if split.protocol.ratings:
         return _rating_samples(split, cohort, negatives, seed, when, rating)
     avoid_ptr, avoid_item = _avoided(split)
-    has_unseen = split.items > np.diff(avoid_ptr)[cohort]
-    counts = split.train_counts[cohort] * np.where(has_unseen, negatives + 1, 1)
+    has_unseen = split.items > avoid_ptr[cohort + 1] - avoid_ptr[cohort]
+    counts = (split.train_ptr[cohort + 1] - split.train_ptr[cohort]) * np.where(has_unseen, negatives + 1, 1)
     ptr = _from_counts(counts)
     total = int(ptr[-1])
     local, row, label = np.empty(total, np.int32), np.empty(total, np.int32), np.empty(total, np.float32)
@@ -482,8 +506,11 @@ def shuffle(order: np.ndarray, key: np.uint64, epoch: int, batch: int) -> None:
     for i in range(n):
         order[i] = i
     if n > batch:
+        swap = np.empty(n, np.int64)
+        for i in range(n):  # a loop of its own, which vectorises
+            swap[i] = np.int64(unit(key, epoch * n + i) * (i + 1))
         for i in range(n - 1, 0, -1):
-            j = np.int64(unit(key, epoch * n + i) * (i + 1))
+            j = swap[i]
             order[i], order[j] = order[j], order[i]
 
 
@@ -498,9 +525,20 @@ def cohort_of(round_: int, clients: int, n: int, sampling: str, seed: int) -> np
     """[n] client numbers of a round (from 1), ascending: drawn anew, or the next n of a shuffled queue that goes round."""
     if n >= clients:
         return np.arange(clients)
-    when = 0 if sampling == "queue" else round_
-    stream = keys(seed, when, "cohort", np.arange(clients))
-    order = np.argsort(stream, kind="stable")
     if sampling == "queue":
-        return np.sort(order[((round_ - 1) * n + np.arange(n)) % clients])
-    return np.sort(order[:n])
+        return np.sort(_queue(clients, seed)[((round_ - 1) * n + np.arange(n)) % clients])
+    return np.sort(_smallest(keys(seed, round_, "cohort", np.arange(clients)), n))
+
+
+@lru_cache(maxsize=4)
+def _queue(clients: int, seed: int) -> np.ndarray:
+    return np.argsort(keys(seed, 0, "cohort", np.arange(clients)), kind="stable")
+
+
+def _smallest(key: np.ndarray, n: int) -> np.ndarray:
+    """[n] where the smallest keys are. Keys are spread evenly, so only those below a bound that surely leaves n are sorted."""
+    share = (n + 6 * np.sqrt(n) + 6) / len(key)
+    some = np.flatnonzero(key < np.uint64(share * 2.0**64)) if share < 0.5 else np.arange(len(key))
+    if len(some) < n:
+        some = np.arange(len(key))
+    return some[np.argsort(key[some], kind="stable")[:n]]
