@@ -8,6 +8,7 @@ fits; that alone decides what the next call does, so a sweep may be killed at an
 from __future__ import annotations
 
 import argparse
+import csv
 import logging
 import re
 import shlex
@@ -21,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
 from tqdm import tqdm
 
-from fedbench import config, pool, registry, study, tables
+from fedbench import config, pool, registry, study
 from fedbench.errors import UsageError
 from fedbench.lock import claimed
 from fedbench.parent import Parent
@@ -34,6 +34,8 @@ from fedbench.tracking import plain, read_json, setup_logging, write_json
 log = logging.getLogger("fedbench")
 
 PLACE = Path("runs/sweeps")
+OUTPUTS = ("sweep.json", "table.*", "*.png")
+"""what MLflow keeps of a sweep's folder"""
 NOT_HERE = ("--list", "--print-config", "--resume")
 EPILOG = """Every flag of train.py can be given. One with several values is an axis, and the points are all combinations:
   python sweeps/grid.py --algo fedavg_ncf --dataset ml-100k -n 10 20 50 -e 1 3 5 --seeds 0-1 --rounds 20 --jobs 2
@@ -129,13 +131,13 @@ def carry_out(what: Study, options: argparse.Namespace, argv: Sequence[str]) -> 
         if parent:
             parent.tidy(*progress.folders())
         try:
-            run_missing(progress, options, parent)
+            ran = run_missing(progress, options, parent)
         except KeyboardInterrupt:
             progress.stop()
             if parent:
                 parent.finish("KILLED", {}, {}, [])
             raise
-        return conclude(progress, parent, argv)
+        return conclude(progress, parent, argv, ran)
 
 
 @dataclass
@@ -218,6 +220,8 @@ def plan(progress: Progress, jobs: int) -> str:
 
 def estimate(progress: Progress) -> dict[str, float]:
     """Seconds of each point that is missing: start + a·rounds + b·visits·epochs, fitted to the finished ones of its algorithm and data."""
+    from scipy.optimize import nnls
+
     points = progress.what.points
     known = {key: seconds for key in progress.keys("finished") if (seconds := seconds_of(progress, key))}
     out = {}
@@ -254,11 +258,11 @@ def clock(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} h"
 
 
-def run_missing(progress: Progress, options: argparse.Namespace, parent: Parent | None) -> None:
-    """Run every point that is not finished; one that fails does not stop the others."""
+def run_missing(progress: Progress, options: argparse.Namespace, parent: Parent | None) -> bool:
+    """Run every point that is not finished; one that fails does not stop the others. Whether there was one."""
     missing = progress.keys("waiting", "failed")
     if not missing:
-        return
+        return False
     points = progress.what.points
     for key in progress.keys("failed"):
         clear(progress.folder / key)
@@ -284,6 +288,7 @@ def run_missing(progress: Progress, options: argparse.Namespace, parent: Parent 
             passed = sum(time.monotonic() - start for start in began.values())
             left = (sum(estimate(progress).values()) - passed) / options.jobs
             bar.set_postfix_str(f"about {clock(left)} left" if left > 0 and options.backend == "pool" else "")
+    return True
 
 
 def events(
@@ -320,7 +325,7 @@ def ended(progress: Progress, event: pool.Event, bar: Any) -> None:
     assert event.code is not None
     if event.code == 0 and finished(progress.folder / event.key, point):
         progress.note(event.key, status="finished", seconds=round(event.seconds, 3), error=None)
-        said = tables.headline(read_json(progress.folder / event.key / "summary.json"))
+        said = study.headline(read_json(progress.folder / event.key / "summary.json"))
     else:
         error = pool.last_error(progress.folder / "work" / f"{event.key}.log", event.code)
         progress.note(event.key, status="failed", error=error)
@@ -330,18 +335,35 @@ def ended(progress: Progress, event: pool.Event, bar: Any) -> None:
         bar.write(f"{point.label}: {said} ({clock(event.seconds)})", file=sys.stderr)
 
 
-def conclude(progress: Progress, parent: Parent | None, argv: Sequence[str]) -> int:
+def told_of(folder: Path) -> set[str] | None:
+    """The points that the sweep's tables and figures are about; None if there are none yet."""
+    try:
+        with (folder / "table.csv").open(encoding="utf-8", newline="") as file:
+            return {row["key"] for row in csv.DictReader(file) if row["status"] == "finished"}
+    except FileNotFoundError:
+        return None
+
+
+def conclude(progress: Progress, parent: Parent | None, argv: Sequence[str], ran: bool) -> int:
     """Tables, figures, what failed and how to redo it; the exit code."""
     done, failed = progress.keys("finished"), progress.keys("failed")
     summaries = {key: read_json(progress.folder / key / "summary.json") for key in done}
-    text, files = tables.write(progress.what, summaries, progress.entries, progress.folder)
-    print(text)
+    if ran or told_of(progress.folder) != set(done):
+        from fedbench import tables
+
+        tables.write(progress.what, summaries, progress.entries, progress.folder)
+    print((progress.folder / "table.md").read_text(encoding="utf-8"))
     if parent:
         parent.tidy(*progress.folders())
         axes = {key: ",".join(map(str, values)) for key, values in progress.what.axes.items()}
         fixed = {key: str(value) for key, value in progress.what.grids[0].fixed.items() if len(progress.what.grids) == 1}
         figures: dict[str, float] = {"points": len(progress.entries), "points_finished": len(done), "points_failed": len(failed)}
-        parent.finish("FAILED" if failed else "FINISHED", {**fixed, **axes}, figures, [*files, progress.folder / "sweep.json"])
+        parent.finish(
+            "FAILED" if failed else "FINISHED",
+            {**fixed, **axes},
+            figures,
+            [file for pattern in OUTPUTS for file in sorted(progress.folder.glob(pattern))],
+        )
     for key in failed:
         print(f"failed  {key}  {progress.what.points[key].label}: {progress.entries[key]['error']}", file=sys.stderr)
     if failed:
@@ -349,6 +371,6 @@ def conclude(progress: Progress, parent: Parent | None, argv: Sequence[str]) -> 
         print(f"logs    {progress.folder / 'work'}/<point>.log", file=sys.stderr)
     print(f"folder  {progress.folder}")
     if parent and parent.run_id:
-        metric = tables.main_metric(summaries.values())
-        print(f"charts  {parent.link(metric, ascending=tables.SELECT[metric] < 0)}")
+        metric = study.main_metric(summaries.values())
+        print(f"charts  {parent.link(metric, ascending=study.SELECT[metric] < 0)}")
     return 1 if failed else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +13,21 @@ from scipy import stats
 
 from fedbench import figures
 from fedbench.results import human
-from fedbench.study import REPLICATES, Grid, Study, short
+from fedbench.study import HEADLINE, REPLICATES, SELECT, Grid, Study, short, title
 
 SHOWN = ("hr_10", "ndcg_10", "full_hr_10", "full_ndcg_10", "rmse", "mae", "accuracy")
 """metrics of a table, where runs report them"""
-DRAWN = ("hr_10", "ndcg_10", "rmse")
-SELECT = {"ndcg_10": 1, "rmse": -1}
-"""what the best point is chosen by, on validation: higher is better, or lower"""
 COSTS = ("rounds", "client_visits", "bytes_up", "bytes_down")
 LEVEL = 0.95
 ABOUT = "Test metrics at the round that validation chose; mean over seeds, ± half of the 95 % t interval of that mean."
 
 
-def write(
-    what: Study, summaries: Mapping[str, dict[str, Any]], entries: Mapping[str, dict[str, Any]], folder: Path
-) -> tuple[str, list[Path]]:
-    """table.csv, table.md and the figures; returns the text of table.md and the files."""
+def write(what: Study, summaries: Mapping[str, dict[str, Any]], entries: Mapping[str, dict[str, Any]], folder: Path) -> None:
+    """The figures, table.md and, last, table.csv, which says what all of them are about."""
     rows = pd.DataFrame([row(what, key, entry, summaries.get(key)) for key, entry in entries.items()])
     for old in [*folder.glob("heatmap-*.png"), *folder.glob("curve-*.png")]:
         old.unlink()
-    rows.to_csv(folder / "table.csv", index=False)
-    parts, drawn = [], []
+    parts = []
     for grid in what.grids:
         inside = rows[rows["key"].isin(grid.keys) & (rows["status"] == "finished")]
         if inside.empty:
@@ -43,10 +37,10 @@ def write(
         parts.append(
             "\n".join(filter(None, [f"**{grid.name}**\n" if grid.name else "", markdown(means, metrics), *best(inside, what, grid)]))
         )
-        drawn += draw(what, grid, means, [name for name in metrics if name in (what.metrics or DRAWN)], folder)
+        draw(what, grid, means, [name for name in metrics if name in (what.metrics or HEADLINE)], folder)
     text = "\n\n".join([ABOUT, *parts]) if parts else "no point is finished"
     (folder / "table.md").write_text(f"# {what.name}\n\n{what.about}\n\n{text}\n".replace("\n\n\n", "\n"), encoding="utf-8")
-    return text, [folder / "table.csv", folder / "table.md", *drawn]
+    rows.to_csv(folder / "table.csv", index=False)
 
 
 def row(what: Study, key: str, entry: dict[str, Any], summary: dict[str, Any] | None) -> dict[str, Any]:
@@ -120,34 +114,16 @@ def best(rows: pd.DataFrame, what: Study, grid: Grid) -> list[str]:
     return said
 
 
-def title(name: str) -> str:
-    """hr_10 -> HR@10"""
-    return re.sub(r"_(\d+)$", r"@\1", name).replace("_", " ").upper() if name not in ("accuracy",) else name
-
-
-def main_metric(summaries: Iterable[dict[str, Any]]) -> str:
-    """What the runs are ordered by."""
-    return next((name for summary in summaries for name in SELECT if name in summary["test"]), next(iter(SELECT)))
-
-
-def headline(summary: dict[str, Any]) -> str:
-    """A run's result in a few words."""
-    test = summary["test"]
-    return ", ".join(f"{title(name)} {test[name]:.4f}" for name in DRAWN if name in test) + (" LEAKY" if summary["leaky"] else "")
-
-
-def draw(what: Study, grid: Grid, means: pd.DataFrame, metrics: list[str], folder: Path) -> list[Path]:
+def draw(what: Study, grid: Grid, means: pd.DataFrame, metrics: list[str], folder: Path) -> None:
     """A heat map for each metric where there are two axes or more, a curve where there is one."""
     axes = [axis for axis in grid.axes if axis not in REPLICATES]
     name = re.sub(r"\W+", "-", "-".join(filter(None, [grid.name]))).strip("-")
     fixed = " · ".join(str(grid.fixed[key]) for key in ("algo", "dataset", "protocol") if key in grid.fixed)
-    files = []
     for metric in metrics:
         if len(axes) == 1:
             path = folder / f"curve-{'-'.join(filter(None, [name, metric]))}.png"
             figure = figures.curve(means, axes[0], short(axes[0]), metric, title(metric), fixed or what.name)
             figure.savefig(path)
-            files.append(path)
         elif axes:
             rest = axes[2:]
             for values, part in means.groupby(rest, sort=False) if rest else [((), means)]:
@@ -155,5 +131,3 @@ def draw(what: Study, grid: Grid, means: pd.DataFrame, metrics: list[str], folde
                 path = folder / f"heatmap-{'-'.join(filter(None, [name, metric, *where]))}.png"
                 heading = " · ".join(filter(None, [f"test {title(metric)}", fixed, *where]))
                 figures.heatmap(part, axes[0], axes[1], metric, (short(axes[0]), short(axes[1])), heading).savefig(path)
-                files.append(path)
-    return files
