@@ -58,7 +58,7 @@ class Drawn(NamedTuple):
 
 
 def draw(name: str, alt: str, figure: Callable[..., Figure], *arguments: Any) -> Drawn:
-    """Both files of a figure that one of the functions below makes; the same figure gives the same bytes."""
+    """Both files of a figure that a function here or in figures.py makes; the same figure gives the same bytes."""
     files = []
     with matplotlib.rc_context(SETTINGS):
         made = figure(*arguments)
@@ -136,28 +136,6 @@ def trade_off(
     axes.margins(0.08, 0.12)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    return figure
-
-
-def heat_map(values: np.ndarray, rows: Sequence[object], columns: Sequence[object], row_label: str, column_label: str, title: str,
-             leaky: bool, lower: bool = False) -> Figure:  # fmt: skip
-    """[rows, columns] as colours with the numbers on them; the best has a frame, what was not run is blank."""
-    figure, axes = _panel(title, leaky, height=1.6 + 0.55 * len(rows))
-    shown = np.ma.masked_invalid(values)
-    image = axes.imshow(shown, cmap="viridis_r" if lower else "viridis", aspect="auto")
-    middle = (shown.max() + shown.min()) / 2
-    best = np.unravel_index((shown.argmin if lower else shown.argmax)(), shown.shape)
-    for (row, column), value in np.ndenumerate(values):
-        if np.isfinite(value):
-            dark = (value > middle) == lower and shown.max() > shown.min()
-            axes.text(column, row, f"{value:.4f}", ha="center", va="center", color="white" if dark else "black",
-                      fontweight="bold" if (row, column) == best else "normal")  # fmt: skip
-    axes.add_patch(matplotlib.patches.Rectangle((best[1] - 0.5, best[0] - 0.5), 1, 1, fill=False, edgecolor=LEAK, linewidth=2.5))
-    axes.set_xticks(range(len(columns)), [str(value) for value in columns])
-    axes.set_yticks(range(len(rows)), [str(value) for value in rows])
-    axes.set_xlabel(column_label)
-    axes.set_ylabel(row_label)
-    figure.colorbar(image, ax=axes, pad=0.02)
     return figure
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from fedbench import charts, config, significance
 from fedbench.audit import CANARIES
@@ -29,6 +30,7 @@ from fedbench.boards import (
 )
 from fedbench.charts import Bar, Curve
 from fedbench.errors import UsageError
+from fedbench.figures import heatmap
 from fedbench.mirror import finished_folders
 from fedbench.page import Cell, Figure, Page, Section, Table, slug, write
 from fedbench.registry import nearest
@@ -44,7 +46,10 @@ examples:
   python -m fedbench report --experiment fedbench
   python -m fedbench report runs/leak --leak-gap
 """
+KEYS = [metric.key for metric in (*RANKING, *RATING)]
 ALPHA = 0.05
+MOST_WARNINGS = 8
+"""of methods that do not beat the floor; a grid can have a hundred"""
 METHOD = (
     f"""Intervals: {LEVEL:.0%} percentile bootstrap, {RESAMPLES:,} resamples. Each resample draws as many clients as there are, with
     replacement, and, apart from that, as many seeds as the method has, with replacement; its value is the mean over all pairs of a
@@ -80,8 +85,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = config.Parser(
+def parser() -> argparse.ArgumentParser:
+    made = config.Parser(
         prog="python -m fedbench report",
         usage="python -m fedbench report RUNS ... | --experiment NAME [flags]",
         description="Compare finished runs: one HTML page that stands alone, its figures as PNG, its tables as Markdown and JSON.",
@@ -89,20 +94,24 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    keys = [metric.key for metric in (*RANKING, *RATING)]
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUNS", help="folders of runs, or folders above them")
-    parser.add_argument("--experiment", metavar="NAME", help="the finished runs of an MLflow experiment instead")
-    parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="folder of the report (default: report)")
-    parser.add_argument("--metric", metavar="NAME", help=f"what is compared (default: ndcg_10, of ratings rmse): {', '.join(keys)}")
-    parser.add_argument("--fingerprint", nargs="+", default=[], metavar="HEX", help="keep only runs whose fingerprint starts so")
-    parser.add_argument("--leak-gap", action="store_true", help="show LEAKY runs beside clean ones, in a section of their own")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    given, unknown = parser.parse_known_args(argv)
+    made.add_argument("runs", nargs="*", type=Path, metavar="RUNS", help="folders of runs, or folders above them")
+    made.add_argument("--experiment", metavar="NAME", help="the finished runs of an MLflow experiment instead")
+    made.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="folder of the report (default: report)")
+    made.add_argument("--metric", metavar="NAME", help=f"what is compared (default: ndcg_10, of ratings rmse): {', '.join(KEYS)}")
+    made.add_argument("--fingerprint", nargs="+", default=[], metavar="HEX", help="keep only runs whose fingerprint starts so")
+    made.add_argument("--leak-gap", action="store_true", help="show LEAKY runs beside clean ones, in a section of their own")
+    made.add_argument("--debug", action="store_true", help="show tracebacks")
+    return made
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    known = parser()
+    given, unknown = known.parse_known_args(argv)
     if unknown:
-        near = nearest(unknown[0], [option for action in parser._actions for option in action.option_strings])
+        near = nearest(unknown[0], [option for action in known._actions for option in action.option_strings])
         raise UsageError(f"unknown flag {unknown[0]}; " + (f"did you mean {near[0]}?" if near else "report --help shows all flags"))
-    if given.metric not in (None, *keys):
-        raise UsageError(f"--metric must be one of {', '.join(keys)}, not {given.metric!r}")
+    if given.metric not in (None, *KEYS):
+        raise UsageError(f"--metric must be one of {', '.join(KEYS)}, not {given.metric!r}")
     if bool(given.runs) == (given.experiment is not None):
         raise UsageError("report takes either folders of runs, such as `report runs`, or --experiment NAME")
     if given.out.exists() and not given.out.is_dir():
@@ -140,12 +149,15 @@ def warnings(board: Board, rows: Sequence[Row]) -> list[str]:
     said = []
     if board.leaky:
         said.append("LEAKY protocol: these numbers are inflated by the held-out items; compare them with nothing but each other")
+    below = []
     for row in rows:
         if row.method.algo in CANARIES:
             said += beats_chance(board, row)
         elif not is_popularity(row.method):
-            said += beats_floor(board, row)
-    return said
+            below += beats_floor(board, row)
+    if len(below) > MOST_WARNINGS:
+        below[MOST_WARNINGS:] = [f"and {len(below) - MOST_WARNINGS} more methods that are not clearly better: see the tests below"]
+    return said + below
 
 
 def beats_chance(board: Board, row: Row) -> list[str]:
@@ -335,38 +347,35 @@ def rank_curve(method: Method, board: Board) -> Curve:
 
 
 def heat_maps(board: Board, rows: Sequence[Row]) -> Iterator[Figure]:
-    """n × e, one map for each of the other settings that differ; rounds may hang on n, where a budget is held."""
+    """n × e, one map for each of the other settings that differ."""
     axes = ("clients_per_round", "local_epochs")
-    for algo in dict.fromkeys(method.algo for method in board.methods):
-        own = [row for row in rows if row.method.algo == algo]
-        if any(len({str(row.method.settings.get(axis)) for row in own}) < 2 for axis in axes):
-            continue
-        for other in ({*axes, "rounds"}, {*axes}):
-            maps: dict[str, dict[tuple[Any, Any], float]] = {}
-            for row in own:
-                settings = row.method.settings
-                rest = " ".join(f"{key}={value}" for key, value in settings.items() if key not in other)
-                maps.setdefault(rest, {})[settings[axes[0]], settings[axes[1]]] = row.estimates[board.lead.key].value
-            if sum(map(len, maps.values())) == len(own):
-                break
-        for rest, cells in maps.items():
-            if min(len({key[axis] for key in cells}) for axis in (0, 1)) < 2:
-                continue
-            yield heat_map(board, f"{own[0].method.runs[0].name} {rest}".strip(), cells)
+    maps: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        settings = row.method.settings
+        if settings.keys() >= set(axes):
+            rest = " ".join(f"{key}={value}" for key, value in settings.items() if key not in axes)
+            found = row.estimates[board.lead.key]
+            cell = {"n": settings[axes[0]], "e": settings[axes[1]], "mean": found.value, "mean_pm": (found.high - found.low) / 2}
+            maps.setdefault(f"{row.method.runs[0].name} {rest}".strip(), []).append({**cell, "leaky": board.leaky})
+    for name, cells in maps.items():
+        if min(len({str(cell[axis]) for cell in cells}) for axis in "ne") > 1:
+            yield heat_map(board, name, cells)
 
 
-def heat_map(board: Board, name: str, cells: dict[tuple[Any, Any], float]) -> Figure:
-    n = sorted({key[0] for key in cells}, key=lambda value: (value is None, value or 0))
-    e = sorted({key[1] for key in cells}, key=lambda value: (value is None, value or 0))
-    values = np.array([[cells.get((row, column), np.nan) for column in e] for row in n])
-    words = ["all" if value is None else value for value in n]
+def heat_map(board: Board, name: str, cells: list[dict[str, Any]]) -> Figure:
+    best = cells[0]  # rows are sorted so
+    cells = sorted(cells, key=lambda cell: (cell["n"] is None, cell["n"] or 0, cell["e"] is None, cell["e"] or 0))
+    table = pd.DataFrame([{**cell, "n": _all(cell["n"]), "e": _all(cell["e"])} for cell in cells])
     what, axes = f"{board.title}: {name}", ("n, clients a round", "e, local epochs")
+    told = f"Test {board.lead.label} of {name} by n (clients a round) and e (local epochs), with half of its interval. "
     return Figure(
-        charts.draw(
-            slug(f"{what}-n-e"), f"{what}, by n and e", charts.heat_map, values, words, e, *axes, what, board.leaky, board.lead.lower
-        ),
-        f"Test {board.lead.label} of {name} by n (clients a round) and e (local epochs), mean over seeds; the frame is the best.",
+        charts.draw(slug(f"{what}-n-e"), f"{what}, by n and e", heatmap, table, "n", "e", "mean", axes, what),
+        f"{told}The best is {best['mean']:.4f} at n={_all(best['n'])}, e={_all(best['e'])}.",
     )
+
+
+def _all(value: Any) -> str:
+    return "all" if value is None else str(value)
 
 
 def representative(board: Board) -> dict[str, Method]:

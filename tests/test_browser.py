@@ -18,27 +18,31 @@ import pytest
 from tests.browser import Browser, executable
 
 ROOT = Path(__file__).parents[1]
-SMALL = "--dataset synthetic --users 60 --items 120 --interactions 10 --rounds 3 --dim 4 --threads 1 --quiet"
+SMALL = "--dataset synthetic --users 60 --items 120 --interactions 10 --dim 4 --threads 1 --quiet"
+GRID = "--algo fedmf -n 10 40 -e 1 2 --rounds 3 --jobs 2"
 
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(executable() is None, reason="no Chromium: install the system's chromium package")]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder with three runs and their database, and the link that the last one printed."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """A folder with a run, a sweep and their database, and the links that the two printed."""
     place = tmp_path_factory.mktemp("trained")
-    printed = ""
-    for algo, seed in (("fedmf", 0), ("fedmf", 1), ("popularity", 0)):
-        printed = command(place, str(ROOT / "train.py"), *f"--algo {algo} --seed {seed} --out runs/{algo}-{seed} {SMALL}".split())
-    link = re.search(r"^charts +(\S+)$", printed, flags=re.MULTILINE)
-    assert link is not None, printed
-    return place, link[1]
+    run = command(place, str(ROOT / "train.py"), "--algo", "popularity", *SMALL.split())
+    sweep = command(place, str(ROOT / "sweeps" / "grid.py"), *GRID.split(), *SMALL.split())
+    return place, printed_link(run), printed_link(sweep)
+
+
+def printed_link(output: str) -> str:
+    found = re.search(r"^charts +(\S+)$", output, flags=re.MULTILINE)
+    assert found is not None, output
+    return found[1]
 
 
 @pytest.fixture(scope="module")
-def server(trained: tuple[Path, str]) -> Iterator[str]:
+def server(trained: tuple[Path, str, str]) -> Iterator[str]:
     """The real UI on this database, on a free port of this machine."""
-    place, _ = trained
+    place, *_ = trained
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -82,21 +86,31 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
         yield made
 
 
-def test_the_printed_link_shows_runs_and_charts_and_asks_nobody_else(trained: tuple[Path, str], server: str, browser: Browser) -> None:
-    _, link = trained
-    browser.open(link.replace("127.0.0.1:5000", server))
-    for run in ("fedmf-synthetic-clean-s0", "fedmf-synthetic-clean-s1", "popularity-synthetic-clean-s0"):
-        assert browser.wait_for(f"document.body.innerText.includes('{run}')"), browser.text
-    assert browser.wait_for("document.querySelector('.js-plotly-plot .plot, .js-plotly-plot svg.main-svg') !== null"), browser.text
+CHART = "document.querySelector('.js-plotly-plot svg.main-svg') !== null"
+
+
+def test_a_runs_link_shows_it_and_charts_and_asks_nobody_else(trained: tuple[Path, str, str], server: str, browser: Browser) -> None:
+    browser.open(trained[1].replace("127.0.0.1:5000", server))
+    assert browser.wait_for("document.body.innerText.includes('popularity-synthetic-clean-s0')"), browser.text
+    assert browser.wait_for(CHART), browser.text
     assert browser.hosts == {server}
 
 
-def test_the_report_shows_all_its_figures_and_asks_nobody(trained: tuple[Path, str], browser: Browser) -> None:
-    place, _ = trained
+def test_a_sweeps_link_shows_its_points_alone_and_charts(trained: tuple[Path, str, str], server: str, browser: Browser) -> None:
+    browser.open(trained[2].replace("127.0.0.1:5000", server))
+    assert browser.wait_for("document.body.innerText.includes('4 matching runs')"), browser.text
+    assert browser.wait_for(CHART), browser.text
+    assert all(f"n={n} e={e}" in browser.text for n in (10, 40) for e in (1, 2))
+    assert "popularity-synthetic" not in browser.text
+    assert browser.hosts == {server}
+
+
+def test_the_report_shows_all_its_figures_and_asks_nobody(trained: tuple[Path, str, str], browser: Browser) -> None:
+    place, *_ = trained
     command(place, "-m", "fedbench", "report", "runs")
     browser.open((place / "report" / "report.html").as_uri())
     assert browser.wait_for("document.images.length > 0 && [...document.images].every(image => image.naturalWidth > 0)")
-    assert "1. fedmf" in browser.text or "2. fedmf" in browser.text
+    assert all(f"fedmf n={n} e={e}" in browser.text for n in (10, 40) for e in (1, 2))
     assert browser.hosts == {""}  # the file itself
     browser.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
     assert browser.evaluate("document.documentElement.scrollWidth") <= 390

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fedbench
-from fedbench import cli, config, registry, study, sweep
+from fedbench import cli, config, registry, report, study, sweep
 from fedbench.algorithm import Algorithm
 
 ROOT = Path(__file__).parents[1]
@@ -86,11 +86,19 @@ def test_sweeps_are_understood(page: Path, folder: Path, monkeypatch: pytest.Mon
 
 
 @each_page
+def test_reports_are_understood(page: Path) -> None:
+    for line in (line for text in blocks(page, "bash") for line in text.splitlines() if line.startswith("python -m fedbench report")):
+        given = report.parser().parse_args(shlex.split(line, comments=True)[4:])
+        assert bool(given.runs) != bool(given.experiment)
+
+
+@each_page
 def test_flags_exist(page: Path, folder: Path) -> None:
     classes: list[type[Algorithm]] = [*registry.algorithms().values(), *(registry.algorithm(name) for name in examples())]
     flags = [flag for cls in classes for group in config.flag_groups(cls).values() for flag in group]
     known = {flag.option for flag in flags} | {f"--no-{flag.option[2:]}" for flag in flags if flag.item_kind is bool}
     known |= {"--config", "--list", "--print-config", "--help", *sweep.own_options()}
+    known |= {option for action in report.parser()._actions for option in action.option_strings}
     text = re.sub(rf"^(?:{OTHERS}) .*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
     assert named <= known

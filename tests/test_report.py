@@ -17,6 +17,8 @@ from scipy import stats
 from fedbench import cli
 from fedbench.__main__ import main
 from fedbench.boards import RANKING, choose_boards, compare, read_runs
+from fedbench.protocol import Protocol
+from fedbench.results import protocol_fields
 
 CLIENTS, SEEDS, CANDIDATES = 120, 5, 100
 FINGERPRINT = {"clean": "1a" * 8, "published": "2b" * 8}
@@ -308,6 +310,66 @@ def test_older_runs_without_popularity_ranks_have_no_test_against_it(tmp_path: P
     assert report(folder, "--out", tmp_path / "r") == 0
     assert facts(tmp_path / "r")["boards"][0]["methods"][0]["against_floor"] is None
     assert "no test against it" in Page(tmp_path / "r" / "report.html").text
+
+
+def write_rating_run(folder: Path, algo: str, seed: int, fold: int, noise: float) -> Path:
+    """A fold of a rating run. Some clients have no rating in it."""
+    protocol = Protocol(split="kfold", folds=2, fold=fold)
+    who, rng = np.random.default_rng([9, fold]), np.random.default_rng([seed, fold, *algo.encode()])
+    counts = who.integers(0, 4, CLIENTS)
+
+    def errors(mse: np.ndarray) -> dict[str, np.ndarray]:
+        known = np.where(counts > 0, mse, np.nan)
+        return {"mse": known, "mae": np.sqrt(known), "accuracy": np.where(counts > 0, (known < 0.25).astype(float), np.nan)}
+
+    clients = pd.DataFrame({"user": [f"u{i}" for i in range(CLIENTS)], "train_items": np.arange(CLIENTS), "ratings_test": counts})
+    for name, found in (("test", errors(noise * rng.exponential(size=CLIENTS))), ("means", errors(who.exponential(size=CLIENTS)))):
+        clients = clients.assign(**{f"{key}_{name}": values for key, values in found.items()})
+    floor = float(np.sqrt((clients["mse_means"] * counts).sum() / counts.sum()))
+    summary = {
+        **{"algo": algo, "dataset": "toy", "protocol": "clean", "protocol_fingerprint": protocol.fingerprint("data"), "leaky": False},
+        **{"protocol_fields": protocol_fields(protocol), "data_checksum": "data", "seed": seed, "rounds": 1, "best_round": 1, "val": {}},
+        **{"test": {"rmse": 1.0}, "user_item_mean": {"rmse": floor, "mae": floor, "accuracy": 0.5}, "items": 50},
+    }
+    folder.mkdir(parents=True)
+    clients.to_parquet(folder / "per_client.parquet")
+    (folder / "config.json").write_text(json.dumps({"algo": algo, "seed": seed, "fold": fold}))
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_folds_of_a_seed_are_put_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for algo, noise in (("good", 0.6), ("poor", 1.1)):
+        for seed in (0, 1):
+            for fold in (0, 1):
+                write_rating_run(tmp_path / "a" / algo / f"{seed}-{fold}", algo, seed, fold, noise)
+    assert report(tmp_path / "a", "--out", tmp_path / "r") == 0
+    (board,) = facts(tmp_path / "r")["boards"]
+    good, poor = board["methods"]
+    assert (good["method"], good["seeds"], board["metric"]) == ("good", [0, 1], "rmse")
+    tables = {
+        algo: [[pd.read_parquet(tmp_path / "a" / algo / f"{seed}-{fold}" / "per_client.parquet") for fold in (0, 1)] for seed in (0, 1)]
+        for algo in ("good", "poor")
+    }
+    counts = sum(table["ratings_test"] for table in tables["good"][0])
+
+    def squares(algo: str, seed: int, column: str = "mse_test") -> pd.Series:
+        return sum((table[column] * table["ratings_test"]).fillna(0) for table in tables[algo][seed])
+
+    for row in (good, poor):
+        mean = np.mean([squares(row["method"], seed).sum() / counts.sum() for seed in (0, 1)])
+        shown = row["test"]["rmse"]
+        assert shown["value"] == pytest.approx(np.sqrt(mean)) and shown["low"] < shown["value"] < shown["high"]
+    tested = counts > 0
+    own = {algo: np.sqrt((sum(squares(algo, seed) for seed in (0, 1)) / 2 / counts)[tested]) for algo in tables}
+    assert poor["against_best"]["p"] == pytest.approx(stats.wilcoxon(np.round(own["poor"] - own["good"], 12)).pvalue)
+    floor = np.sqrt((squares("good", 0, "mse_means") / counts)[tested])
+    expected = sorted(stats.wilcoxon(np.round(own[algo] - floor, 12)).pvalue for algo in own)
+    shown = sorted(row["against_floor"]["p"] for row in (good, poor))
+    assert shown == pytest.approx([min(1, 2 * expected[0]), min(1, max(2 * expected[0], expected[1]))])
+    shutil.rmtree(tmp_path / "a" / "poor" / "1-1")
+    error = refused([tmp_path / "a"], 2, capsys, tmp_path / "again")
+    assert "poor, seed 1, was tested on folds 0, and good on 0, 1" in error
 
 
 def test_an_experiment_from_its_folders_and_from_its_artifacts(
