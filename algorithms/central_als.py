@@ -48,11 +48,11 @@ class CentralALS(Central):
         return {"user": user, "items": user.new_zeros(world.items, self.dim)}
 
     def epoch(self, server: Tensors, pool: Pool, draw: Draw, kernels: bool) -> tuple[Tensors, Tensor]:
-        items = self.solve(server["user"], pool.item, pool.user, len(server["items"]))
-        user = self.solve(items, pool.user, pool.item, len(server["user"]))
+        items = self.best_rows(server["user"], pool.item, pool.user, len(server["items"]))
+        user = self.best_rows(items, pool.user, pool.item, len(server["user"]))
         return {"user": user, "items": items}, self.objective(user, items, pool) / len(pool.user)
 
-    def solve(self, fixed: Tensor, group: Tensor, member: Tensor, groups: int) -> Tensor:
+    def best_rows(self, fixed: Tensor, group: Tensor, member: Tensor, groups: int) -> Tensor:
         """The best row of each group, [groups, d], given the rows `fixed` [N, d]; interaction s joins group[s] and member[s]."""
         count = torch.bincount(group, minlength=groups)
         member = member[torch.argsort(group, stable=True)]

@@ -74,6 +74,24 @@ class Phase(NamedTuple):
         return 1 - self.lr * self.weight_decay if self.optimizer == "adamw" and name in self.names else 1.0
 
 
+class Stage(NamedTuple):
+    """A part of a client's local work: optimizer steps over batches, or a closed form."""
+
+    phases: tuple[Phase, ...] = ()
+    """the optimizer steps of a batch, in order; none: `Algorithm.solve` is called once with all samples of the stage"""
+    epochs: int = 1
+    batch_size: int | None = None
+    """samples a step; all of the stage's if not given"""
+    max_steps: int | None = None
+    """steps at most"""
+    part: str = "all"
+    """the samples it works on: all, or the support or query half, which each client draws anew each round"""
+    max_samples: int | None = None
+    """samples at most, drawn anew each round"""
+    fused: Any = None
+    """a description that lets the engine take a fused kernel instead of the generic path (see fedbench/fused.py and ridge.py)"""
+
+
 @dataclass(frozen=True)
 class Answer:
     """What the server sends: the same tensors to everybody (`shared`), or row `slot[u]` of each of `personal` to client u."""
@@ -111,12 +129,14 @@ class Algorithm:
     tables: ClassVar[tuple[str, ...]] = ("items",)
     published: ClassVar[Mapping[str, Any]] = {}
     """what `--recipe published` sets: the paper's own switches and hyper-parameters"""
+    summed: ClassVar[tuple[str, ...]] = ()
+    """uploads (no tables) that the server may see only as a sum over the cohort, by secure aggregation; see fedbench/secure.py"""
+    reconstructs: ClassVar[bool] = False
+    """clients keep nothing: evaluation rebuilds what `receive` adds to what was sent, by the first stage on all training samples"""
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"sampling": ("uniform", "queue")}
     """allowed words of the fields that take one; subclasses add theirs with `{**Algorithm.choices, ...}`"""
     rating_split: ClassVar[str] = "kfold"
     """what `--split auto` means where the algorithm predicts ratings"""
-    reconstructs: ClassVar[bool] = False
-    """clients keep nothing: before it is scored, a client rebuilds what it needs from its own training items by `reconstruct`"""
 
     @property
     def predicts_ratings(self) -> bool:
@@ -135,6 +155,15 @@ class Algorithm:
         for name in names:
             if getattr(self, name) <= 0:
                 raise UsageError(f"--{name.replace('_', '-')} must be over 0, not {getattr(self, name):g}")
+
+    @property
+    def evaluation_negatives(self) -> int:
+        """Negatives a training item among the samples from which evaluation rebuilds a private part."""
+        return 0 if self.predicts_ratings else self.negatives
+
+    def cohort(self, clients: int) -> int:
+        """How many of so many clients take part in a round."""
+        return self.clients_per_round or clients
 
     # ---- the server -------------------------------------------------------------------------------------------------
     def init_server(self, world: World, draw: Draw) -> Tensors:
@@ -162,6 +191,15 @@ class Algorithm:
         """The optimizer steps of a batch, in order; () if the client does not train."""
         return ()
 
+    def stages(self, sent: Tensors) -> tuple[Stage, ...]:
+        """The client's local work, in order: by default its phases over all samples; () if there is none."""
+        phases = self.phases(sent)
+        return (Stage(phases, self.local_epochs, self.batch_size, fused=self.fused(bool(sent))),) if phases else ()
+
+    def solve(self, held: Tensors, sent: Tensors, batch: Batch) -> Tensors:
+        """The closed form of a stage without phases: what it replaces in `held`, from all of the client's samples in the stage."""
+        raise NotImplementedError
+
     def loss(self, held: Tensors, sent: Tensors, batch: Batch) -> Tensor:
         """One client's mean loss over a batch: a scalar."""
         raise NotImplementedError
@@ -172,10 +210,6 @@ class Algorithm:
         `samples` is the number of samples the client trained on; it leaves the device only if it is returned.
         """
         return {}
-
-    def reconstruct(self, own: Tensors, sent: Tensors, batch: Batch) -> Tensors:
-        """What `score` is given as `own`, from the client's training items and ratings (its support half on the users split)."""
-        return own
 
     def score(self, own: Tensors, sent: Tensors) -> Tensor:
         """[K] the client's score for each of the K item rows it is given: higher is better, or the predicted rating."""

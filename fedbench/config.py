@@ -289,6 +289,8 @@ def _configs(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[str,
     said = {**(_published(cls) if recipe == "published" else {}), **said}
 
     protocol = dataclasses.replace(preset, **_fields_said(Protocol, said))
+    if protocol.ratings and "explicit" in cls.choices.get("feedback", ()):
+        said = {"feedback": "explicit", **said}
     data = DatasetOptions(**_fields_said(DatasetOptions, said), ncf="ncf" in (protocol.split, protocol.candidates))
     algorithm = cls(**_fields_said(cls, said))
     algorithm.check(None)

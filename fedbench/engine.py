@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -20,13 +20,16 @@ from numba import njit, prange
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
-from fedbench import fused
+from fedbench import fused, ridge
 from fedbench.aggregate import Rows
-from fedbench.algorithm import Algorithm, Answer, Batch, Phase, Tensors, World
+from fedbench.algorithm import Algorithm, Answer, Batch, Phase, Stage, Tensors, World
 from fedbench.draw import keys
+from fedbench.secure import BYTES, masked_sum
 from fedbench.split import Samples, orders
 from fedbench.store import ClientStore
 
+WIDE = 16
+"""a block of clients that only rebuild a private part is so many times as large: no gradients and moments need to stay in the cache"""
 FULL_ROWS = 1 << 17
 """item rows of whole tables that are handled at once (merging and scoring)"""
 
@@ -41,6 +44,9 @@ class Uploads:
     tensors: dict[str, Tensor | Rows] = field(default_factory=dict)
     whole: Mapping[str, int] = field(default_factory=dict)
     """tables that travel whole, see Algorithm.travels_whole"""
+    summed: tuple[str, ...] = ()
+    """uploads that the server sees only as a sum, see `sealed`"""
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
 
     def rows(self, name: str) -> Rows:
         """Touched rows of a shared table."""
@@ -54,6 +60,16 @@ class Uploads:
         assert isinstance(value, Tensor)
         return value if picked is None or len(picked) == len(value) else value[picked]
 
+    def sealed(self, seed: int, when: int) -> Uploads:
+        """What reaches the server: uploads in `summed` are gone but for the sum of the clients' masked parts."""
+        clients = self.clients.cpu().numpy()
+        sums = {name: masked_sum(self.dense(name), clients, seed, when) for name in self.summed if name in self.tensors}
+        return replace(self, tensors={name: value for name, value in self.tensors.items() if name not in sums}, sums=sums)
+
+    def total(self, name: str) -> Tensor:
+        """[...] the sum over the cohort of a sealed upload."""
+        return self.sums[name]
+
     def bytes(self) -> int:
         """Size of everything in here that travelled: values, and 4 bytes for the id of each row."""
         total = 0
@@ -61,6 +77,8 @@ class Uploads:
             tensor = value.value if isinstance(value, Rows) else value
             if name in self.whole:
                 total += len(self.clients) * self.whole[name] * math.prod(tensor.shape[1:]) * tensor.element_size()
+            elif name in self.summed:
+                total += tensor.numel() * BYTES
             else:
                 total += tensor.numel() * tensor.element_size() + (4 * len(value.item) if isinstance(value, Rows) else 0)
         return total
@@ -104,17 +122,36 @@ class Block:
     """[C] rows, on the host"""
     stream: np.ndarray
     """[C] keys of the shuffles, on the host"""
+    halves: np.ndarray
+    """[C] keys of the support and query halves, on the host"""
     sent: bool
     """the server has something for these clients"""
 
     def order(self, epoch: int, batch: int) -> Tensor:
         """[C, S] the order of samples in an epoch; padding stays at the end."""
+        return torch.from_numpy(self._shuffled(self.stream, epoch, batch)).to(self.local.device)
+
+    def _shuffled(self, stream: np.ndarray, epoch: int, batch: int) -> np.ndarray:
         flat = np.empty(int(self.counts.sum()), np.int64)
         ptr = np.concatenate([[0], np.cumsum(self.counts)])
-        orders(self.stream, ptr, epoch, batch, flat)
+        orders(stream, ptr, epoch, batch, flat)
         out = np.broadcast_to(np.arange(self.local.shape[1]), self.local.shape).copy()
         pad(flat, ptr, np.arange(len(self.counts)), out)
-        return torch.from_numpy(out).to(self.local.device)
+        return out
+
+    def part(self, stage: Stage) -> Block:
+        """The same clients with the samples of a stage alone: of the shuffled ones the first half (support) or the second (query)."""
+        if stage.part == "all" and stage.max_samples is None:
+            return self
+        half = -(-self.counts // 2)
+        first = half if stage.part == "query" else np.zeros_like(half)
+        counts = {"all": self.counts, "support": half, "query": self.counts - half}[stage.part]
+        counts = counts if stage.max_samples is None else np.minimum(counts, stage.max_samples)
+        where = first[:, None] + np.arange(max(1, int(counts.max())))
+        order = self._shuffled(self.halves, 0, 1)
+        take = torch.from_numpy(np.take_along_axis(order, np.minimum(where, order.shape[1] - 1), axis=1)).to(self.local.device)
+        count = torch.from_numpy(counts).to(self.local.device)
+        return replace(self, local=self.local.gather(1, take), label=self.label.gather(1, take), count=count, counts=counts)
 
 
 @njit(parallel=True, cache=True)
@@ -145,7 +182,9 @@ def blocks(samples: Samples, sent: np.ndarray, batch: int, block_rows: int) -> I
         start = stop
 
 
-def pack(samples: Samples, position: np.ndarray, stream: np.ndarray, sent: bool, dtype: torch.dtype, device: str) -> Block:
+def pack(
+    samples: Samples, position: np.ndarray, stream: np.ndarray, halves: np.ndarray, sent: bool, dtype: torch.dtype, device: str
+) -> Block:
     """One block's tensors, made on the host and moved once."""
     count, touched = samples.counts[position], samples.touched[position]
     rows = np.zeros((len(position), max(1, int(touched.max()))), np.int64)
@@ -160,7 +199,7 @@ def pack(samples: Samples, position: np.ndarray, stream: np.ndarray, sent: bool,
         return torch.from_numpy(array).to(device)
 
     return Block(position, move(samples.clients[position]), move(rows), move(np.flatnonzero(real)), move(real), move(local), move(label),
-                 move(count), count, touched, stream[position], sent)  # fmt: skip
+                 move(count), count, touched, stream[position], halves[position], sent)  # fmt: skip
 
 
 class Engine:
@@ -186,7 +225,7 @@ class Engine:
         """Every client of the cohort receives, trains and uploads; `store` is updated. Where a cohort runs is decided here alone."""
         answer = self.algorithm.answer(server)
         clients = torch.from_numpy(samples.clients).to(self.device)
-        sent = np.full(len(clients), bool(answer.shared)) if answer.slot is None else (answer.slot[clients] >= 0).cpu().numpy()
+        sent = sent_to(answer, clients)
         stream = keys(self.seed, when, "shuffle", samples.clients)
         places = {some: self.places(samples.clients[sent == some], some, answer, store) for some in map(bool, np.unique(sent))}
         own_tables = any(name in store.tensors for name in self.algorithm.tables)
@@ -200,7 +239,7 @@ class Engine:
         if all(place and (own_tables or place[0].changes) for place in places.values()):
             uploads, losses, updates = self.train_in_place(places, samples, sent, stream, store)
         else:
-            uploads, losses, updates = self.train_in_blocks(answer, samples, sent, stream, store)
+            uploads, losses, updates = self.train_in_blocks(answer, samples, sent, when, store)
         return Round(uploads, losses, bytes_down(answer, int(sent.sum()), uploads.whole), updates)
 
     def places(self, clients: np.ndarray, sent: bool, answer: Answer, store: ClientStore) -> tuple[fused.DotBCE, fused.Clients] | None:
@@ -246,20 +285,40 @@ class Engine:
         return self.uploads(samples, {plan.items: rows}), torch.from_numpy(losses), updates
 
     def train_in_blocks(
-        self, answer: Answer, samples: Samples, sent: np.ndarray, stream: np.ndarray, store: ClientStore
+        self, answer: Answer, samples: Samples, sent: np.ndarray, when: int, store: ClientStore
     ) -> tuple[Uploads, Tensor, int]:
         """The cohort in blocks of like clients, each of which receives, trains, keeps and uploads."""
         losses = torch.zeros(len(samples.clients), dtype=torch.float64)
         parts: list[tuple[Block, Tensors]] = []
         updates = 0
-        for position in blocks(samples, sent, self.algorithm.batch_size, self.block_rows):
-            block = pack(samples, position, stream, bool(sent[position[0]]), self.dtype, self.device)
+        for block in self.packed(samples, sent, when, self.block_rows):
             loss, part, moved = self.run_block(block, answer, store)
-            losses[position] = loss.double().cpu()
+            losses[block.position] = loss.double().cpu()
             parts.append((block, part))
             updates += moved
         own_tables = any(name in store.tensors for name in self.algorithm.tables)
         return self.collect_own(store, samples) if own_tables else self.collect(parts, samples), losses, updates
+
+    def packed(self, samples: Samples, sent: np.ndarray, when: int, block_rows: int, purpose: str = "") -> Iterator[Block]:
+        """The cohort in blocks; `purpose` sets the randomness of another use apart."""
+        stream, halves = (keys(self.seed, when, f"{name}{purpose}", samples.clients) for name in ("shuffle", "halves"))
+        for position in blocks(samples, sent, self.algorithm.batch_size, block_rows):
+            yield pack(samples, position, stream, halves, bool(sent[position[0]]), self.dtype, self.device)
+
+    def reconstruct(self, server: Tensors, samples: Samples, when: int) -> Tensors:
+        """name -> [U, ...]: the private part of clients that keep nothing, rebuilt by their first stage on all of these samples."""
+        answer = self.algorithm.answer(server)
+        rebuilt: Tensors = {}
+        for block in self.packed(samples, sent_to(answer, torch.from_numpy(samples.clients)), when, self.block_rows * WIDE, "/evaluation"):
+            sent = sent_rows(answer, block.clients, block.rows, self.algorithm.tables)
+            held = vmapped(self.algorithm.receive, {}, sent)
+            stage = self.algorithm.stages(sent)[0]._replace(part="all")
+            held, _, _ = self.work(block.part(stage), held, sent, stage)
+            for name in held.keys() - sent.keys():
+                if name not in rebuilt:
+                    rebuilt[name] = held[name].new_zeros(self.world.clients, *held[name].shape[1:])
+                rebuilt[name][block.clients] = held[name]
+        return rebuilt
 
     def run_block(self, block: Block, answer: Answer, store: ClientStore) -> tuple[Tensor, Tensors, int]:
         """Receive (own tables are merged by now), train, keep; returns the losses [C] and what is uploaded of shared tables."""
@@ -268,31 +327,36 @@ class Engine:
         own = store.rows(block.clients, block.rows, algorithm.tables)
         sent = sent_rows(answer, block.clients, block.rows, algorithm.tables) if block.sent else {}
         held = own if own_tables and block.sent else vmapped(algorithm.receive, own, sent)
-        phases = algorithm.phases(sent)
-        held, loss, steps = self.train(block, held, sent, phases)
+        loss = torch.zeros(len(block.clients), dtype=self.dtype, device=self.device)
+        moved = epoch = 0
+        for stage in algorithm.stages(sent):
+            held, loss, steps = self.work(block.part(stage), held, sent, stage, epoch)
+            epoch += stage.epochs
+            for name in own_tables:
+                shrink_untouched(store, block.clients, name, stage.phases, steps)
+            sizes = [trained_size(held[n], n in algorithm.tables, block) for phase in stage.phases for n in phase.names]
+            moved += int((steps.cpu().numpy() * np.sum(sizes, axis=0)).sum()) if sizes else 0
         for name in store.tensors:
             if name in algorithm.tables:
-                shrink_untouched(store, block.clients, name, phases, steps)
                 flat = held[name].flatten(0, 1)[block.valid]
                 client = block.clients[:, None].expand_as(block.rows).reshape(-1)[block.valid]
                 store.tensors[name][client, block.rows.reshape(-1)[block.valid]] = flat
             else:
                 store.write(block.clients, name, held[name])
-        sizes = [trained_size(held[n], n in algorithm.tables, block) for phase in phases for n in phase.names]
-        moved = int((steps.cpu().numpy() * np.sum(sizes, axis=0)).sum()) if sizes else 0
         if own_tables:
             return loss, {}, moved
         return loss, vmapped(algorithm.upload, held, sent, block.count.to(self.dtype)), moved
 
-    def train(self, block: Block, held: Tensors, sent: Tensors, phases: tuple[Phase, ...]) -> tuple[Tensors, Tensor, Tensor]:
-        """Local training of a block: by a fused kernel where one fits, else step by step over the mapped functions."""
-        if not phases:
-            nothing = torch.zeros(len(block.clients), dtype=self.dtype, device=self.device)
-            return held, nothing, nothing
-        plan = self.algorithm.fused(block.sent) if self.kernels else None
+    def work(self, block: Block, held: Tensors, sent: Tensors, stage: Stage, epoch: int = 0) -> tuple[Tensors, Tensor, Tensor]:
+        """One stage of a block: its closed form, a fused kernel where one fits, else step by step over the mapped functions.
+
+        Returns what is held then, and each client's running mean loss and steps. `epoch` is the number of the stage's first one.
+        """
+        plan = stage.fused if self.kernels else None
+        if not stage.phases:
+            return self.solve(block, held, sent, plan)
         if plan is None:
-            return self.train_generic(block, held, sent, phases)
-        a = self.algorithm
+            return self.train_generic(block, held, sent, stage, epoch)
         # Kernels train in place, and the algorithm's functions may have returned what they were given.
         held = {name: value.clone(memory_format=torch.contiguous_format) for name, value in held.items()}
         loss, steps = fused.train(
@@ -300,30 +364,48 @@ class Engine:
             (block.stream, block.local.numpy(), block.label.numpy(), block.counts, block.touched),
             {name: value.numpy() for name, value in held.items()},
             {name: value.contiguous().numpy() for name, value in sent.items()},
-            a.local_epochs,
-            a.batch_size,
-            a.stop_below,
+            stage.epochs,
+            stage.batch_size or block.local.shape[1],
+            self.algorithm.stop_below,
         )
         return held, torch.from_numpy(loss), torch.from_numpy(steps)
 
-    def train_generic(self, block: Block, held: Tensors, sent: Tensors, phases: tuple[Phase, ...]) -> tuple[Tensors, Tensor, Tensor]:
+    def solve(self, block: Block, held: Tensors, sent: Tensors, plan: Any) -> tuple[Tensors, Tensor, Tensor]:
+        """The algorithm's closed form over all samples of a client."""
+        nothing = torch.zeros(len(block.clients), dtype=self.dtype, device=self.device)
+        if plan is not None:
+            solved = ridge.solve(plan, block.local.numpy(), block.label.numpy(), block.counts, {n: t.numpy() for n, t in sent.items()})
+            return {**held, **{name: torch.from_numpy(value) for name, value in solved.items()}}, nothing, nothing
+        weight = torch.arange(block.local.shape[1], device=self.device) < block.count[:, None]
+        batch = Batch(block.local, block.label, weight.to(self.dtype))
+        return {**held, **vmapped(self.algorithm.solve, held, sent, batch)}, nothing, nothing
+
+    def train_generic(self, block: Block, held: Tensors, sent: Tensors, stage: Stage, epoch: int = 0) -> tuple[Tensors, Tensor, Tensor]:
         """The same for any algorithm: vmap(grad) and a per-client optimizer, finished clients frozen by a mask."""
-        a = self.algorithm
+        a, phases = self.algorithm, stage.phases
+        size = stage.batch_size or block.local.shape[1]
         optimizer = {n: new_state(held[n]) for phase in phases for n in phase.names}
         progress = Progress.start(block.count, self.dtype)
         real = {name: block.real.to(self.dtype) for name in a.tables}
-        for epoch in range(a.local_epochs):
-            order = block.order(epoch, a.batch_size)
-            for start in range(0, order.shape[1], a.batch_size):
-                take = order[:, start : start + a.batch_size]
+        batches = -(-block.counts[block.counts > 0] // size)
+        for e in range(epoch, epoch + stage.epochs):
+            order = block.order(e, size)
+            for start in range(0, order.shape[1], size):
+                made = (e - epoch) * batches + np.minimum(start // size, batches)
+                if stage.max_steps is not None and (made >= stage.max_steps).all():
+                    break
+                take = order[:, start : start + size]
                 weight = (take < block.count[:, None]).to(self.dtype)
                 batch = Batch(block.local.gather(1, take), block.label.gather(1, take), weight)
                 held, optimizer, progress = self.step(a.loss, phases, held, sent, batch, optimizer, progress, real)
-            progress = progress.after_epoch(epoch, a.stop_below)
+                if stage.max_steps is not None:
+                    progress = progress.until(stage.max_steps)
+            progress = progress.after_epoch(e - epoch, a.stop_below)
         return held, progress.mean(), progress.steps
 
     def uploads(self, samples: Samples, tensors: dict[str, Tensor | Rows]) -> Uploads:
-        return Uploads(self.world, torch.from_numpy(samples.clients).to(self.device), tensors, self.algorithm.travels_whole(self.world))
+        clients = torch.from_numpy(samples.clients).to(self.device)
+        return Uploads(self.world, clients, tensors, self.algorithm.travels_whole(self.world), self.algorithm.summed)
 
     def collect_own(self, store: ClientStore, samples: Samples) -> Uploads:
         """What clients with tables of their own upload: whole, from the store."""
@@ -418,6 +500,11 @@ def bytes_down(answer: Answer, clients: int, whole: Mapping[str, int] = MappingP
     return clients * (shared + personal)
 
 
+def sent_to(answer: Answer, clients: Tensor) -> np.ndarray:
+    """[n] whether the server has something for each of these clients."""
+    return np.full(len(clients), bool(answer.shared)) if answer.slot is None else (answer.slot[clients] >= 0).cpu().numpy()
+
+
 def sent_rows(answer: Answer, clients: Tensor, rows: Tensor, tables: tuple[str, ...]) -> Tensors:
     """What these clients were sent: the rows [C, T, ...] of tables, everything else whole [C, ...]."""
     sent = {name: value[rows] if name in tables else value.expand(len(clients), *value.shape) for name, value in answer.shared.items()}
@@ -464,6 +551,10 @@ class Progress:
 
     def mean(self) -> Tensor:
         return self.total / self.seen.clamp(min=1)
+
+    def until(self, steps: int) -> Progress:
+        """Freeze the clients that have made so many steps."""
+        return replace(self, active=self.active & (self.steps < steps))
 
     def after_epoch(self, epoch: int, tolerance: float) -> Progress:
         """Freeze the clients whose running mean loss hardly changed."""

@@ -14,7 +14,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from fedbench import fused
-from fedbench.algorithm import Algorithm, Answer, Batch, Tensors
+from fedbench.algorithm import Algorithm, Answer
 from fedbench.engine import FULL_ROWS, in_place, pad, sent_rows, sent_whole, vmapped
 from fedbench.split import Held, Split
 from fedbench.store import ClientStore
@@ -179,7 +179,7 @@ class Evaluator:
     def _padded(self, values: np.ndarray, ptr: np.ndarray, clients: np.ndarray) -> tuple[Tensor, np.ndarray]:
         """[C, W] these clients' lists with zeros behind, and which entries are real."""
         counts = np.diff(ptr)[clients]
-        out = np.zeros((len(clients), max(1, int(counts.max()))), np.float64 if values.dtype.kind == "f" else np.int64)
+        out = np.zeros((len(clients), max(1, int(counts.max()))), np.int64)
         pad(values, ptr, clients, out)
         return torch.from_numpy(out).to(self.device), np.arange(out.shape[1]) < counts[:, None]
 
@@ -191,24 +191,11 @@ class Evaluator:
             return torch.from_numpy(fused.score(plan, place, np.arange(self.split.items)[None] if items is None else items.numpy()))
         tables = self.algorithm.tables
         own = store.read(clients) if items is None else store.rows(clients, items, tables)
-        if self.algorithm.reconstructs:
-            own = self._reconstructed(own, answer, clients, sent)
         if not sent:
             return vmapped(self.algorithm.score, own, {})
         return vmapped(
             self.algorithm.score, own, sent_whole(answer, clients) if items is None else sent_rows(answer, clients, items, tables)
         )
-
-    def _reconstructed(self, own: Tensors, answer: Answer, clients: Tensor, sent: bool) -> Tensors:
-        """What these clients rebuild from their training items."""
-        split, where = self.split, clients.cpu().numpy()
-        rows, real = self._padded(split.train_item, split.train_ptr, where)
-        received = sent_rows(answer, clients, rows, self.algorithm.tables) if sent else {}
-        dtype = next((value.dtype for value in received.values()), torch.float32)
-        weight = torch.from_numpy(real).to(self.device, dtype)
-        label = self._padded(split.train_rating, split.train_ptr, where)[0].to(dtype) if split.held else weight
-        place = torch.arange(rows.shape[1], device=self.device).expand_as(rows)
-        return vmapped(self.algorithm.reconstruct, own, received, Batch(place, label, weight))
 
     def _first(self, item: np.ndarray, candidates: np.ndarray) -> Tensor:
         return torch.from_numpy(np.concatenate([item[:, None], candidates], axis=1).astype(np.int64)).to(self.device)

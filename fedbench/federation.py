@@ -16,7 +16,7 @@ from fedbench.draw import Draw
 from fedbench.engine import Engine, Round, Uploads
 from fedbench.errors import FedbenchError
 from fedbench.evaluate import Evaluator
-from fedbench.split import Samples, Split, cohort_of, sample_round
+from fedbench.split import TRAIN, Samples, Split, cohort_of, sample_round
 from fedbench.store import ClientStore
 
 
@@ -37,6 +37,8 @@ class Federation:
     bytes_down: int = 0
     channel: tuple[Callable[[Uploads], Uploads], ...] = ()
     """what happens to the uploads on their way to the server, in order, after their bytes are counted"""
+    rebuilt: tuple[Tensors, ClientStore] | None = None
+    """a server, and what clients that keep nothing rebuilt to be evaluated with its answer; forgotten when the next round begins"""
 
     @classmethod
     def start(
@@ -60,13 +62,14 @@ class Federation:
     def samples(self, when: int) -> Samples:
         """The cohort of a round and what it trains on."""
         a, trainers = self.algorithm, self.split.trainers
-        cohort = trainers[cohort_of(when, len(trainers), a.clients_per_round or len(trainers), a.sampling, self.seed)]
+        cohort = trainers[cohort_of(when, len(trainers), a.cohort(len(trainers)), a.sampling, self.seed)]
         extra = a.extra(when)
         return sample_round(self.split, cohort, extra.each, self.seed, when, extra.rating)
 
     def next_round(self) -> Round:
         """One communication round."""
         self.round += 1
+        self.rebuilt = None
         a, engine = self.algorithm, self.engine
         samples = self.samples(self.round)
         if isinstance(a, Central):
@@ -78,6 +81,7 @@ class Federation:
         uploads = result.uploads
         for hop in self.channel:
             uploads = hop(uploads)
+        uploads = uploads.sealed(self.seed, self.round)
         self.server = a.aggregate(self.server, uploads, Draw(self.seed, self.round, None, engine.dtype, engine.device))
         self.visits[samples.clients] += 1
         self.bytes_down += result.bytes_down
@@ -110,13 +114,24 @@ class Federation:
 
     def outcome(self) -> dict[str, np.ndarray]:
         """What metrics are made of, see Evaluator.outcome."""
-        return self.evaluator.outcome(self.store, self.algorithm.answer(self.server))
+        return self.evaluator.outcome(self.private(), self.algorithm.answer(self.server))
+
+    def private(self) -> ClientStore:
+        """What clients score with: what they keep or, if they keep nothing, what they rebuild from all their training items."""
+        if not self.algorithm.reconstructs:
+            return self.store
+        if self.rebuilt is None or self.rebuilt[0] is not self.server:
+            split, a = self.split, self.algorithm
+            who = np.arange(split.clients) if split.role is None else np.flatnonzero(split.role != TRAIN)
+            samples = sample_round(split, who, a.evaluation_negatives, self.seed, self.round, purpose="negatives/evaluation")
+            self.rebuilt = self.server, ClientStore.of(self.engine.reconstruct(self.server, samples, self.round))
+        return self.rebuilt[1]
 
     def sampled_ranks(self) -> dict[str, np.ndarray]:
-        return self.evaluator.sampled_ranks(self.store, self.algorithm.answer(self.server))
+        return self.evaluator.sampled_ranks(self.private(), self.algorithm.answer(self.server))
 
     def full_ranks(self) -> dict[str, np.ndarray]:
-        return self.evaluator.full_ranks(self.store, self.algorithm.answer(self.server))
+        return self.evaluator.full_ranks(self.private(), self.algorithm.answer(self.server))
 
 
 def world_of(split: Split) -> World:

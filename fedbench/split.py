@@ -477,8 +477,10 @@ def _avoided(split: Split) -> tuple[np.ndarray, np.ndarray]:
     return (split.seen_ptr, split.seen_item) if leaky else (split.train_ptr, split.train_item)
 
 
-def sample_round(split: Split, cohort: np.ndarray, negatives: int, seed: int, when: int, rating: str = "mean") -> Samples:
-    """Positives and freshly drawn negatives of every client in the cohort.
+def sample_round(
+    split: Split, cohort: np.ndarray, negatives: int, seed: int, when: int, rating: str = "mean", purpose: str = "negatives"
+) -> Samples:
+    """Positives and freshly drawn negatives of every client in the cohort; `purpose` names the stream of the draws.
 
     On a rating split: its ratings, and different items without one, `negatives` for each rating or all there are, whose label is the
     client's mean rating, or not a number if `rating` is "unknown".
@@ -492,7 +494,7 @@ def sample_round(split: Split, cohort: np.ndarray, negatives: int, seed: int, wh
     total = int(ptr[-1])
     local, row, label = np.empty(total, np.int32), np.empty(total, np.int32), np.empty(total, np.float32)
     touched = np.zeros(len(cohort), np.int64)
-    _sample(keys(seed, when, "negatives", cohort), cohort, split.train_ptr, split.train_item, avoid_ptr, avoid_item, split.items,
+    _sample(keys(seed, when, purpose, cohort), cohort, split.train_ptr, split.train_item, avoid_ptr, avoid_item, split.items,
             negatives, ptr, local, label, row, touched)  # fmt: skip
     row_ptr = _from_counts(touched)
     used = np.arange(total) - np.repeat(ptr[:-1], counts) < np.repeat(touched, counts)

@@ -43,6 +43,13 @@ class ClientStore:
             for name, value in algorithm.init_client(world, draw_for(draw, clients)).items():
                 self.tensors[name][start : start + len(clients)] = value
 
+    @classmethod
+    def of(cls, tensors: Tensors) -> ClientStore:
+        """The state given, name -> [U, ...]."""
+        store = cls.__new__(cls)
+        store.tensors = tensors
+        return store
+
     def read(self, clients: Tensor, whole: bool = False) -> Tensors:
         """[C, ...] of each name; a view without a copy when `whole` says that `clients` are all of them in order."""
         return {name: tensor if whole else tensor[clients] for name, tensor in self.tensors.items()}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedbench.aggregate import Rows
-from fedbench.algorithm import Algorithm, Answer, Batch, Phase, Tensors, World
+from fedbench.algorithm import Algorithm, Answer, Batch, Phase, Stage, Tensors, World
 from fedbench.draw import keys
 from fedbench.engine import Uploads
 from fedbench.split import Samples, orders
@@ -31,22 +31,30 @@ def run_cohort(
 ) -> tuple[Uploads, list[float]]:
     """One round. `kept` (name -> [U, ...]) is updated in place; returns the uploads and each client's running mean loss."""
     answer = algorithm.answer(server)
-    stream = keys(seed, when, "shuffle", samples.clients)
+    stream, halves = (keys(seed, when, purpose, samples.clients) for purpose in ("shuffle", "halves"))
     uploaded, losses = [], []
     for c, client in enumerate(samples.clients):
         rows = torch.from_numpy(samples.row[samples.row_ptr[c] : samples.row_ptr[c + 1]].astype(np.int64))
         local = torch.from_numpy(samples.local[samples.ptr[c] : samples.ptr[c + 1]].astype(np.int64))
         label = torch.from_numpy(samples.label[samples.ptr[c] : samples.ptr[c + 1]])
-        one, loss = run_client(algorithm, answer, kept, int(client), rows, local, label, stream[c : c + 1])
+        one, loss = run_client(algorithm, answer, kept, int(client), rows, local, label, stream[c : c + 1], halves[c : c + 1])
         uploaded.append((rows, one))
         losses.append(loss)
     return stack(algorithm, world, kept, samples, uploaded), losses
 
 
 def run_client(
-    algorithm: Algorithm, answer: Answer, kept: Tensors, client: int, rows: Tensor, local: Tensor, label: Tensor, key: np.ndarray
+    algorithm: Algorithm,
+    answer: Answer,
+    kept: Tensors,
+    client: int,
+    rows: Tensor,
+    local: Tensor,
+    label: Tensor,
+    key: np.ndarray,
+    halves: np.ndarray,
 ) -> tuple[Tensors, float]:
-    """Receive, train, keep, upload."""
+    """Receive, work through the stages, keep, upload."""
     own = {name: tensor[client] for name, tensor in kept.items()}
     sent = sent_to(answer, client)
     held = algorithm.receive(own, sent)
@@ -54,34 +62,56 @@ def run_client(
     whole = {name: held[name] for name in kept_tables}
     held = {name: (value[rows] if name in algorithm.tables else value).clone() for name, value in held.items()}
     sent = {name: value[rows] if name in algorithm.tables else value for name, value in sent.items()}
-    loss, steps = train_client(algorithm, held, sent, local, label, key)
+    dtype = next((value.dtype for value in held.values()), torch.float64)
+    loss, epoch = 0.0, 0
+    for stage in algorithm.stages(sent):
+        take = samples_of(stage, len(label), halves)
+        mine = Batch(local[take], label[take].to(dtype), torch.ones(len(take), dtype=dtype))
+        if stage.phases:
+            loss, steps = train_client(algorithm, stage, held, sent, mine, key, epoch)
+        else:
+            held, loss, steps = {**held, **algorithm.solve(held, sent, mine)}, 0.0, 0
+        epoch += stage.epochs
+        for name in kept_tables:
+            whole[name] = whole[name] * math.prod(phase.decay(name) for phase in stage.phases) ** steps
     for name in kept:
         if name in kept_tables:
-            decay = math.prod(phase.decay(name) for phase in algorithm.phases(sent))
-            kept[name][client] = whole[name] * decay**steps
+            kept[name][client] = whole[name]
             kept[name][client][rows] = held[name]
         else:
             kept[name][client] = held[name]
-    mine = {**held, **{name: kept[name][client] for name in kept_tables}}
-    return algorithm.upload(mine, {} if kept_tables else sent, torch.tensor(float(len(label)))), loss
+    mine_now = {**held, **{name: kept[name][client] for name in kept_tables}}
+    return algorithm.upload(mine_now, {} if kept_tables else sent, torch.tensor(float(len(label)))), loss
 
 
-def train_client(algorithm: Algorithm, held: Tensors, sent: Tensors, local: Tensor, label: Tensor, key: np.ndarray) -> tuple[float, int]:
-    """Local epochs over shuffled batches, `held` trained in place; returns the running mean loss and the number of steps."""
-    phases = algorithm.phases(sent)
-    if not phases or len(label) == 0:
+def samples_of(stage: Stage, count: int, halves: np.ndarray) -> Tensor:
+    """Positions of the samples that a stage works on."""
+    order = np.arange(count)
+    if stage.part != "all" or stage.max_samples is not None:
+        orders(halves, np.array([0, count]), 0, 1, order)
+    half = math.ceil(count / 2)
+    part = {"all": order, "support": order[:half], "query": order[half:]}[stage.part]
+    return torch.from_numpy(part[: stage.max_samples])
+
+
+def train_client(
+    algorithm: Algorithm, stage: Stage, held: Tensors, sent: Tensors, mine: Batch, key: np.ndarray, first_epoch: int
+) -> tuple[float, int]:
+    """A stage's epochs over shuffled batches, `held` trained in place; returns the running mean loss and the number of steps."""
+    count = len(mine.label)
+    if count == 0:
         return 0.0, 0
-    dtype = held[phases[0].names[0]].dtype
-    label = label.to(dtype)
-    optimizers = [make_optimizer(phase, held) for phase in phases]
+    optimizers = [make_optimizer(phase, held) for phase in stage.phases]
     total, seen, before, steps = 0.0, 0, 0.0, 0
-    size = algorithm.batch_size
-    order = np.empty(len(label), np.int64)
-    for epoch in range(algorithm.local_epochs):
-        orders(key, np.array([0, len(label)]), epoch, size, order)
+    size = stage.batch_size or count
+    order = np.empty(count, np.int64)
+    for epoch in range(stage.epochs):
+        orders(key, np.array([0, count]), first_epoch + epoch, size, order)
         for take in torch.from_numpy(order).split(size):
-            batch = Batch(local[take], label[take], torch.ones(len(take), dtype=dtype))
-            for phase, optimizer in zip(phases, optimizers, strict=True):
+            if steps == stage.max_steps:
+                break
+            batch = Batch(*(part[take] for part in mine))
+            for phase, optimizer in zip(stage.phases, optimizers, strict=True):
                 optimizer.zero_grad()
                 loss = algorithm.loss(held, sent, batch)
                 loss.backward()
@@ -121,4 +151,4 @@ def stack(algorithm: Algorithm, world: World, kept: Tensors, samples: Samples, u
             tensors[name] = Rows(client, item, torch.cat([one[name] for _, one in uploaded]), len(uploaded))
         else:
             tensors[name] = torch.stack([one[name] for _, one in uploaded])
-    return Uploads(world, torch.from_numpy(samples.clients), tensors, algorithm.travels_whole(world))
+    return Uploads(world, torch.from_numpy(samples.clients), tensors, algorithm.travels_whole(world), algorithm.summed)

@@ -18,6 +18,7 @@ from torch import Tensor
 from algorithms.fedavg_ncf import FedAvgNCF
 from algorithms.fedem import FedEM
 from algorithms.fedmf import FedMF
+from algorithms.fedrecon import FedRecon
 from algorithms.local import Local
 from algorithms.popularity import Popularity
 from algorithms.random_scores import Random
@@ -106,7 +107,7 @@ def trace(
         uploaded, loss = run_cohort(server, store, samples_of(algorithm, round_), round_)
         losses.append(loss)
         uploads.append(flat(uploaded))
-        server = algorithm.aggregate(server, uploaded, Draw(SEED, round_, None, dtype))
+        server = algorithm.aggregate(server, uploaded.sealed(SEED, round_), Draw(SEED, round_, None, dtype))
     return Trace(store.tensors, server, losses, uploads)
 
 
@@ -175,13 +176,19 @@ class AlgorithmTests:
         server, own = self.after_two_rounds(algorithm)
         sent = {name: value[0] for name, value in sent_whole(algorithm.answer(server), self.a_client(algorithm, server)).items()}
         held = algorithm.receive(own, sent)
-        private = own.keys() - set(algorithm.tables) - set(self.may_leave)
+        private = own.keys() | (held.keys() - sent.keys() if algorithm.reconstructs else set())
+        private = private - set(algorithm.tables) - set(self.may_leave)
         samples = torch.tensor(40.0)
-        shown = algorithm.upload(held, sent, samples)
+
+        def seen(held: Tensors) -> Tensors:
+            """What the server sees of one client: not what it gets only as a sum."""
+            return {name: value for name, value in algorithm.upload(held, sent, samples).items() if name not in algorithm.summed}
+
+        shown = seen(held)
         assert not private & shown.keys()
         for name in private:
-            again = algorithm.upload({**held, name: held[name] + torch.randn_like(held[name])}, sent, samples)
-            assert_same(again, shown, 0)
+            assert held[name].shape not in {value.shape for value in shown.values() if value.dim()}
+            assert_same(seen({**held, name: held[name] + torch.randn_like(held[name])}), shown, 0)
 
     def after_two_rounds(self, algorithm: Algorithm) -> tuple[Tensors, Tensors]:
         """The server, and what a client keeps that was sent something if anybody was."""
@@ -274,7 +281,7 @@ class AlgorithmTests:
             elif name in algorithm.tables and name not in own:
                 expected += len(samples.row) * (4 + 4 * math.prod(value.shape[1:]))
             else:
-                expected += len(samples.clients) * 4 * value.numel()
+                expected += len(samples.clients) * (8 if name in algorithm.summed else 4) * value.numel()
         result = Engine(algorithm, world, SEED).run_cohort(server, store, samples, 1)
         assert result.uploads.bytes() == expected
 
@@ -315,6 +322,31 @@ class TestFedAvgNCF(AlgorithmTests):
     band = (0.25, 0.65)
     quality = {"average": "sum", "server": "adam", "server_lr": 0.05, "lr": 0.02, "layers": (32, 16, 8)}
     quality_rounds = 8
+
+
+class TestFedRecon(AlgorithmTests):
+    algorithms = (
+        FedRecon(**SMALL),
+        FedRecon(**SMALL, server_lr=0.5, server_decay="none"),
+        FedRecon(**SMALL, server="sgd", negatives=4, max_samples=20),
+    )
+    band = (0.3, 0.75)
+    quality = {"server_lr": 0.0, "max_samples": None, "server_decay": "linear", "rounds": 8}
+    quality_rounds = 8
+
+
+class TestFedReconHalves(AlgorithmTests):
+    algorithms = (FedRecon(**SMALL, server="adam", server_lr=0.05, server_decay="none", negatives=2, halves=True),)
+    band = (0.3, 0.75)
+    quality_rounds = 4
+
+
+class TestFedReconBySGD(AlgorithmTests):
+    published = {**FedRecon.published, **SMALL, "batch_size": 5}
+    algorithms = (FedRecon(**published), FedRecon(**{**published, "halves": False, "recon_steps": 7}))
+    band = (0.2, 0.7)
+    quality = {"batch_size": 20, "local_epochs": 1, "average": "sum", "server": "adam", "server_lr": 0.05, "init_scale": 1.0}
+    quality_rounds = 6
 
 
 class TestLocal(AlgorithmTests):

@@ -74,8 +74,8 @@ def one_block(algorithm: Algorithm, device: str = "cpu") -> tuple[Engine, Block,
     parts = small_split()
     world = World(parts.clients, parts.items)
     samples = without_samples(sample_round(parts, np.arange(parts.clients), algorithm.negatives, 0, 1), 4)
-    stream = keys(0, 1, "shuffle", samples.clients)
-    block = pack(samples, np.arange(12), stream, True, torch.float32, device)
+    stream, halves = keys(0, 1, "shuffle", samples.clients), keys(0, 1, "halves", samples.clients)
+    block = pack(samples, np.arange(12), stream, halves, True, torch.float32, device)
     draw = Draw(0, device=device)
     own = {
         name: value[block.clients[:, None], block.rows] if name in algorithm.tables else value[block.clients]
@@ -94,7 +94,7 @@ def watched(algorithm: Algorithm, device: str) -> Watch:
     shuffles = [block.order(epoch, algorithm.batch_size) for epoch in range(algorithm.local_epochs)]
     moved = _Shuffled(**{**vars(block), "shuffles": shuffles})
     with Watch(device) as watch:
-        engine.train_generic(moved, held, sent, algorithm.phases(sent))
+        engine.train_generic(moved, held, sent, algorithm.stages(sent)[0])
     assert watch.operations > 100
     return watch
 
@@ -183,7 +183,8 @@ def test_blocks_hold_every_client_once_and_keep_their_size(clients: list[tuple[i
 def test_pack_keeps_every_sample_and_marks_the_padding() -> None:
     parts = small_split()
     samples = without_samples(sample_round(parts, np.arange(6), 4, 0, 1), 2)
-    block = pack(samples, np.arange(6), keys(0, 1, "shuffle", samples.clients), False, torch.float64, "cpu")
+    stream, halves = keys(0, 1, "shuffle", samples.clients), keys(0, 1, "halves", samples.clients)
+    block = pack(samples, np.arange(6), stream, halves, False, torch.float64, "cpu")
     flat = block.rows.reshape(-1)[block.valid].numpy()
     assert (flat == samples.row).all()
     for c in range(6):

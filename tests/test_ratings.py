@@ -16,7 +16,7 @@ from torch import Tensor
 
 from datasets.synthetic import load
 from fedbench import cli, config
-from fedbench.algorithm import Algorithm, Answer, Batch, Extra, Tensors, World
+from fedbench.algorithm import Algorithm, Answer, Batch, Extra, Stage, Tensors, World
 from fedbench.data import DatasetOptions, Interactions
 from fedbench.draw import Draw
 from fedbench.engine import Uploads
@@ -61,7 +61,10 @@ class Means(Algorithm):
     def aggregate(self, server: Tensors, uploads: Uploads, draw: Draw) -> Tensors:
         return {"count": server["count"] + uploads.rows("count").combine(len(server["count"]), "sum")}
 
-    def reconstruct(self, own: Tensors, sent: Tensors, batch: Batch) -> Tensors:
+    def stages(self, sent: Tensors) -> tuple[Stage, ...]:
+        return (Stage(),)
+
+    def solve(self, held: Tensors, sent: Tensors, batch: Batch) -> Tensors:
         return {"mean": (batch.weight * batch.label).sum() / batch.weight.sum().clamp(min=1)}
 
     def score(self, own: Tensors, sent: Tensors) -> Tensor:

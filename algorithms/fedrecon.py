@@ -1,0 +1,240 @@
+"""Federated Reconstruction (Singhal et al. 2021): items shared, user vectors rebuilt in every round and kept by nobody.
+
+    client   starts its user vector w anew and fits it to its support samples, the sent item rows frozen: by SGD, or exactly by ridge
+             regression; then trains the item rows on its query samples, w frozen; forgets w
+    upload   how the item rows changed
+    server   steps along the mean change
+
+Evaluation does the same: a client, seen before or not, rebuilds w from its training items and scores with it.
+
+With `--reconstruct ridge` a client takes one full gradient step on the item rows, and the method is federated implicit ALS on
+
+    Σ positives (1 - w·v)² + a0 Σ all items (w·v)² + l2·(|I_u| + a0·M)|w|² + l2·(c_i + a0·U)|v_i|²      c_i: clients that have item i
+
+On ratings r it is Σ (r - w·v)² with a0 = 0. A client knows the gradient of the first sum. That of the second it takes over sampled
+negatives with weights; or, with `--server newton`, it uploads w wᵀ under secure aggregation. The sum G of all w wᵀ, a d x d matrix,
+gives the server the exact gradient, a0·V·G, and the curvature of its step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedbench.aggregate import Rows
+from fedbench.algorithm import Answer, Batch, Phase, Stage, Tensors, World
+from fedbench.draw import Draw
+from fedbench.engine import Uploads
+from fedbench.errors import UsageError
+from fedbench.fused import DotBCE
+from fedbench.registry import register
+from fedbench.ridge import Ridge
+from fedbench.server import OPTIMIZERS, SharedModel
+
+
+@register("fedrecon", summary="federated reconstruction: clients keep nothing, user vectors are rebuilt each round (closed form or sgd)")
+@dataclass(frozen=True)
+class FedRecon(SharedModel):
+    rounds: int = 120
+    clients_per_round: int | None = None
+    """clients a round (n); 500, or all if they are fewer, if not given"""
+    local_epochs: int = 1
+    """--reconstruct sgd: passes over the query samples that train the item rows (e)"""
+    batch_size: int = 5
+    """--reconstruct sgd: samples a local step"""
+    negatives: int = 0
+    """negative items drawn anew for each training interaction in each round; --server newton needs none, the others 4"""
+    dim: int = 128
+    feedback: str = "implicit"
+    """implicit (rank items) or explicit (predict ratings); a --split that holds out ratings means explicit"""
+    reconstruct: str = "ridge"
+    """how a client fits its user vector: ridge (closed form, all items weighed by --a0) or sgd"""
+    average: str = "cohort"
+    server: str = "newton"
+    """the server's optimizer: newton (with the securely summed statistic), or sgd, momentum, adagrad, adam, yogi on the mean change"""
+    server_lr: float = 0.0
+    """learning rate of the server; 0 chooses: newton min(1, 1.2·√(n/U)), sgd 20 after --reconstruct ridge, else 1"""
+    server_decay: str = "linear"
+    """how the server's learning rate falls over the rounds: linear (to 0) or none"""
+    a0: float = 0.3
+    """ridge, implicit: weight of the items that a client has not met, beside 1 for those it has"""
+    l2: float = 0.0
+    """ridge: weight of the squared vectors, times the weight of the samples that they serve; 0 chooses: implicit 0.006, explicit 0.05"""
+    halves: bool = False
+    """rebuild the user vector on one half of a client's samples (support) and train the items on the other (query); else on all"""
+    max_samples: int | None = None
+    """samples that a client takes at most in a round; all if not given"""
+    lr_user: float = 0.1
+    """--reconstruct sgd: learning rate of the user vector"""
+    lr: float = 0.5
+    """--reconstruct sgd: learning rate of the item rows"""
+    recon_epochs: int = 5
+    """--reconstruct sgd: passes over the support samples"""
+    recon_steps: int = 50
+    """--reconstruct sgd: steps at most on the support samples"""
+    init_scale: float = 0.1
+    """norm of an initial item row"""
+
+    reconstructs = True
+    rating_split = "users"
+    summed = ("statistic",)
+    choices = {
+        **SharedModel.choices,
+        "feedback": ("implicit", "explicit"),
+        "reconstruct": ("ridge", "sgd"),
+        "server": ("newton", *OPTIMIZERS),
+        "server_decay": ("linear", "none"),
+    }
+    published = {
+        **{"reconstruct": "sgd", "server": "sgd", "server_lr": 1.0, "server_decay": "none", "halves": True, "max_samples": 300},
+        **{"dim": 50, "clients_per_round": 100, "rounds": 500, "negatives": 4},
+    }
+
+    def check(self, world: World | None = None) -> None:
+        self.must_be_positive("lr", "lr_user", "init_scale", "recon_epochs", "recon_steps")
+        for name in ("server_lr", "a0", "l2"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(self, name):g}")
+        if self.newton and (self.reconstruct == "sgd" or self.halves or self.max_samples or self.negatives):
+            raise UsageError(
+                "--server newton goes with --reconstruct ridge, without --halves, --max-samples and --negatives; or use --server sgd"
+            )
+        if not self.newton and self.negatives == 0 and not self.predicts_ratings:
+            raise UsageError(f"--server {self.server} needs --negatives to rank: use --negatives 4")
+        if world and self.newton and self.cohort(world.clients) < 2:
+            raise UsageError("--server newton needs two clients a round: the sum of one client's statistic is that client's own")
+
+    @property
+    def predicts_ratings(self) -> bool:
+        return self.feedback == "explicit"
+
+    @property
+    def newton(self) -> bool:
+        return self.server == "newton"
+
+    @property
+    def everywhere(self) -> float:
+        """Weight of every item of the table in a client's sum."""
+        return 0.0 if self.predicts_ratings else self.a0
+
+    @property
+    def shrink(self) -> float:
+        """l2, chosen if not given."""
+        return self.l2 or (0.05 if self.predicts_ratings else 0.006)
+
+    @property
+    def evaluation_negatives(self) -> int:
+        return super().evaluation_negatives if self.reconstruct == "sgd" else 0
+
+    def cohort(self, clients: int) -> int:
+        return self.clients_per_round or min(500, clients)
+
+    # ---- client ------------------------------------------------------------------------------------------------------
+    def receive(self, own: Tensors, sent: Tensors) -> Tensors:
+        return {**sent, "user": torch.zeros_like(sent["items"][0])}
+
+    def stages(self, sent: Tensors) -> tuple[Stage, Stage]:
+        support, query = ("support", "query") if self.halves else ("all", "all")
+        most = self.max_samples and -(-self.max_samples // (2 if self.halves else 1))
+        if self.reconstruct == "ridge":
+            ridge = Ridge(self.everywhere, self.shrink, not self.predicts_ratings)
+            rebuild, train = Stage(fused=ridge), Stage((Phase(("items",), 1.0, "sgd"),))
+        else:
+            rebuild = Stage((Phase(("user",), self.lr_user, "sgd"),), self.recon_epochs, self.batch_size, self.recon_steps)
+            train = Stage((Phase(("items",), self.lr, "sgd"),), self.local_epochs, self.batch_size)
+        return rebuild._replace(part=support, max_samples=most), train._replace(part=query, max_samples=most)
+
+    def met(self, batch: Batch) -> Tensor:
+        """[B] 1 for a sample that is not a negative nor padding."""
+        return batch.weight if self.predicts_ratings else batch.weight * batch.label
+
+    def solve(self, held: Tensors, sent: Tensors, batch: Batch) -> Tensors:
+        """w = (Σ v vᵀ + a0·VᵀV + l2·(|I_u| + a0·M)·1)⁻¹ Σ r·v over the items met; sampled negatives play no part."""
+        rows, met = held["items"][batch.items], self.met(batch)
+        one = torch.eye(self.dim, dtype=rows.dtype, device=rows.device)
+        shrink = self.shrink * (met.sum() + self.everywhere * sent["size"])
+        normal = (met[:, None] * rows).T @ rows + self.everywhere * sent["gram"] + shrink * one
+        factor = torch.linalg.cholesky_ex(normal).L
+        return {"user": torch.cholesky_solve(((met * batch.label) @ rows)[:, None], factor)[:, 0]}
+
+    def loss(self, held: Tensors, sent: Tensors, batch: Batch) -> Tensor:
+        rows = held["items"][batch.items]
+        score = rows @ held["user"]
+        if self.reconstruct == "sgd":
+            return (batch.weight * (score - batch.label) ** 2).sum() / batch.weight.sum().clamp(min=1)
+        if self.newton:
+            return (batch.weight * (score - batch.label) ** 2).sum() / 2
+        # (r - s)² + a0·s² of an item met is (1 + a0)·(s - r/(1 + a0))² and a constant
+        a0, met = self.everywhere, self.met(batch)
+        unmet = a0 * (sent["size"] - met.sum()) / (batch.weight - met).sum().clamp(min=1)
+        weight = (1 + a0) * met + unmet * (batch.weight - met)
+        return (weight * ((score - batch.label / (1 + a0)) ** 2 + self.shrink * (rows**2).sum(dim=1))).sum() / 2
+
+    def upload(self, held: Tensors, sent: Tensors, samples: Tensor) -> Tensors:
+        change = {"items": held["items"] - sent["items"]}
+        if self.newton:
+            return change | {"statistic": packed(torch.outer(held["user"], held["user"]))}
+        return change | {"samples": samples.clamp(max=self.max_samples or torch.inf)} if self.reconstruct == "sgd" else change
+
+    def score(self, own: Tensors, sent: Tensors) -> Tensor:
+        return sent["items"] @ own["user"]
+
+    def fused_score(self, sent: bool) -> DotBCE:
+        return DotBCE(self.lr)
+
+    # ---- server ------------------------------------------------------------------------------------------------------
+    def init_server(self, world: World, draw: Draw) -> Tensors:
+        items = draw.normal("items", world.items, self.dim) * self.init_scale / self.dim**0.5
+        return {"items": items, **({"count": torch.zeros_like(items[:, 0]), "visits": items.new_zeros(())} if self.newton else {})}
+
+    def answer(self, server: Tensors) -> Answer:
+        items = server["items"]
+        if self.reconstruct == "sgd":
+            return Answer({"items": items})
+        return Answer({"items": items, "gram": items.T @ items, "size": items.new_full((), len(items))})
+
+    def rate(self, share: float, when: int) -> float:
+        """The server's learning rate in a round; share: n/U."""
+        chosen = min(1.0, 1.2 * share**0.5) if self.newton else 20.0 if self.reconstruct == "ridge" else 1.0
+        left = max(1, self.rounds + 1 - when) / self.rounds
+        return (self.server_lr or chosen) * (left if self.server_decay == "linear" else 1)
+
+    def aggregate(self, server: Tensors, uploads: Uploads, draw: Draw) -> Tensors:
+        rows = uploads.rows("items")
+        rate = self.rate(len(uploads.clients) / uploads.world.clients, draw.when)
+        if self.newton:
+            return self.newton_step(server, rows, uploads.total("statistic"), uploads.world, rate)
+        if self.reconstruct == "sgd":
+            samples = uploads.dense("samples")
+            share = samples * len(samples) / samples.sum().clamp(min=1)
+            rows = rows._replace(value=rows.value * share[rows.client][:, None])
+        return replace(self, server_lr=rate).step(server, {"items": rows})
+
+    def newton_step(self, server: Tensors, rows: Rows, statistic: Tensor, world: World, rate: float) -> Tensors:
+        """V_i -= rate·H_i⁻¹ g_i with H_i = (c_i + a0·U)(G/U + l2·1), everything scaled from n clients to all U."""
+        items, scale = server["items"], world.clients / rows.clients
+        count = server["count"] + torch.bincount(rows.item, minlength=world.items)
+        visits = server["visits"] + rows.clients
+        weight = (count * world.clients / visits + self.everywhere * world.clients)[:, None]
+        all_users = unpacked(statistic, self.dim) * scale
+        gradient = self.everywhere * items @ all_users - scale * rows.combine(world.items, "sum") + self.shrink * weight * items
+        curvature, basis = torch.linalg.eigh(all_users / world.clients)
+        # an item that nobody has sent yet has weight 0 on ratings, and no gradient either
+        step = (gradient @ basis) / (weight.clamp(min=1) * (curvature.clamp(min=0) + self.shrink)) @ basis.T
+        return {"items": items - rate * step, "count": count, "visits": visits}
+
+
+def packed(matrix: Tensor) -> Tensor:
+    """[d, d] symmetric -> [d(d+1)/2]: its upper triangle."""
+    row, column = torch.triu_indices(*matrix.shape, device=matrix.device)
+    return matrix[row, column]
+
+
+def unpacked(triangle: Tensor, dim: int) -> Tensor:
+    """[d(d+1)/2] -> [d, d] symmetric."""
+    row, column = torch.triu_indices(dim, dim, device=triangle.device)
+    matrix = triangle.new_zeros(dim, dim)
+    matrix[row, column] = matrix[column, row] = triangle
+    return matrix
