@@ -15,6 +15,7 @@ from fedbench.algorithm import Tensors, World
 from fedbench.central import Descent
 from fedbench.draw import Draw
 from fedbench.errors import UsageError
+from fedbench.fused import NeuMFBCE
 from fedbench.merge import init_mlp, mlp
 from fedbench.registry import register
 
@@ -54,6 +55,9 @@ class CentralNCF(Descent):
         d = self.dim
         deep = torch.relu(mlp(model["mlp"], self.layers, torch.cat([user[:, d:], items[:, d:]], dim=1)))
         return mlp(model["head"], self.head, torch.cat([user[:, :d] * items[:, :d], deep], dim=1))[:, 0]
+
+    def fused_score(self, sent: bool) -> NeuMFBCE:
+        return NeuMFBCE(self.lr, layers=self.layers)
 
     def score(self, own: Tensors, sent: Tensors) -> Tensor:
         return self.logits(sent, sent["user"].expand(len(sent["items"]), -1), sent["items"])

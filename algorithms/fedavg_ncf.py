@@ -106,6 +106,9 @@ class FedAvgNCF(SharedModel):
     def fused(self, sent: bool) -> NeuMFBCE:
         return NeuMFBCE(self.lr, layers=self.layers, weight_decay=self.weight_decay, clip=self.clip)
 
+    def fused_score(self, sent: bool) -> NeuMFBCE:
+        return self.fused(sent)
+
     def upload(self, held: Tensors, sent: Tensors, samples: Tensor) -> Tensors:
         names = ("items", "mlp", "head", *(["user"] if self.share_users else []))
         kept = {"kept": held["kept"]} if self.averages_whole else {}

@@ -187,8 +187,14 @@ class Evaluator:
         """[C, K] each client's scores of its K items, or of all of them: by a fused kernel where one fits."""
         plan = self.algorithm.fused_score(sent) if self.kernels else None
         place = in_place(plan, clients.numpy(), answer, store) if plan else None
+        ranked = np.arange(self.split.items)[None] if items is None else items.cpu().numpy()
         if plan and place:
-            return torch.from_numpy(fused.score(plan, place, np.arange(self.split.items)[None] if items is None else items.numpy()))
+            return torch.from_numpy(fused.score(plan, place, ranked))
+        if isinstance(plan, fused.NeuMFBCE):
+            own = store.read(clients)
+            personal = {} if answer.slot is None else {name: value[answer.slot[clients]] for name, value in answer.personal.items()}
+            model = {name: value.numpy() for name, value in {**own, **answer.shared, **personal}.items()}
+            return torch.from_numpy(fused.score_layers(plan, model, ranked))
         tables = self.algorithm.tables
         own = store.read(clients) if items is None else store.rows(clients, items, tables)
         if not sent:

@@ -914,6 +914,46 @@ def train_neumf(
         steps[c] = step
 
 
+@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
+def score_neumf(
+    base: np.ndarray,
+    both: np.ndarray,
+    part: np.ndarray,
+    rows: np.ndarray,
+    items: np.ndarray,
+    sizes: np.ndarray,
+    upper: np.ndarray,
+    head: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """out [C, K]: NeuMF's logits of items[c] (or items[0] for all), from what depends on the user or the item alone.
+
+    The first layer's products are base [C, h] (of the user, bias included) and part [h, M] (of the items); both [C, d] is the user's
+    row times the head, rows [d, M] the items' rows; `sizes` and `upper` are the layers above the first.
+    """
+    zero = base.dtype.type(0)
+    d, hidden, deep, layers = rows.shape[0], sizes[0], sizes[-1], sizes.sum()
+    for c in prange(len(out)):
+        mine = items[c % len(items)]
+        acts, gmf, logit = np.zeros(layers * TILE, base.dtype), np.zeros(d * TILE, base.dtype), np.empty(TILE, base.dtype)
+        for start in range(0, mine.size, TILE):
+            some = mine[start : start + TILE]
+            n = -(-some.size // LANES) * LANES
+            for j in range(d):
+                x = _row(gmf, j)
+                for s in range(some.size):
+                    x[s] = rows[j, some[s]]
+            for o in range(hidden):
+                x = _row(acts, o)
+                for s in range(some.size):
+                    x[s] = max(base[c, o] + part[o, some[s]], zero)
+            _forward(upper, sizes, acts, n, False)
+            logit[:] = head[d + deep]
+            _mix_one(gmf, 0, d, logit, 0, both[c], 0, 1, n)
+            _mix_one(acts, layers - deep, deep, logit, 0, head, d, 1, n)
+            out[c, start : start + TILE] = logit[: some.size]
+
+
 @njit(nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
 def train_pool(
     user: np.ndarray,
@@ -1027,6 +1067,21 @@ def score(plan: DotBCE, clients: Clients, items: np.ndarray) -> np.ndarray:
     out = np.empty((len(clients.who), items.shape[1]), clients.user.dtype)
     kernel: Any = score_rows
     kernel(*clients.of(plan), items, out)
+    return out
+
+
+def score_layers(plan: NeuMFBCE, model: dict[str, np.ndarray], items: np.ndarray) -> np.ndarray:
+    """The same by users [C, w], an item table [M, w] and layers that all share."""
+    user, table, mlp, head = (model[name] for name in (plan.user, plan.items, plan.mlp, plan.head))
+    half, hidden = plan.layers[0] // 2, plan.layers[1]
+    d = user.shape[1] - half
+    first, bias, upper = np.split(mlp, [2 * half * hidden, (2 * half + 1) * hidden])
+    of_user, of_item = np.split(first.reshape(hidden, 2 * half), 2, axis=1)
+    base, part = user[:, d:] @ of_user.T + bias, np.ascontiguousarray(of_item @ table[:, d:].T)
+    out = np.empty((len(user), items.shape[1]), user.dtype)
+    kernel: Any = score_neumf
+    rows, sizes = np.ascontiguousarray(table[:, :d].T), np.array(plan.layers[1:])
+    kernel(base, user[:, :d] * head[:d], part, rows, items, sizes, upper, head, out)
     return out
 
 

@@ -11,6 +11,8 @@ import torch
 from ir_measures import RR, R, Success, nDCG
 from sklearn.metrics import mean_absolute_error, mean_squared_error, ndcg_score
 
+from algorithms.central_ncf import CentralNCF
+from algorithms.fedavg_ncf import FedAvgNCF
 from algorithms.fedem import FedEM
 from algorithms.fedmf import FedMF
 from algorithms.popularity import Popularity
@@ -223,3 +225,27 @@ def test_scores_that_are_not_numbers_are_ranked_last() -> None:
     assert (federation.sampled_ranks()["test"] == parts().test_candidates.shape[1] + 1).all()
     assert (federation.full_ranks()["test"] == parts().items - parts().train_counts - 1).all()
     assert (federation.full_ranks()["val"] == parts().items - parts().train_counts).all()
+
+
+@pytest.mark.parametrize("sizes", [(12, 6, 4), (8, 5)])
+@pytest.mark.parametrize("method", ["private", "shared", "central"])
+def test_the_kernel_scores_as_the_algorithm_does(method: str, sizes: tuple[int, ...]) -> None:
+    """Several tiles, the last one not full; all items and a list a client."""
+    ncf = CentralNCF(dim=6, layers=sizes, init_scale=0.5)
+    federated = FedAvgNCF(dim=6, layers=sizes, init_scale=0.5, local_epochs=1, clients_per_round=None, share_users=method == "shared")
+    wide = split(load(DatasetOptions(users=40, items=600, interactions=12)), PRESETS["clean"])
+    kernel, plain = (
+        Federation.start(ncf if method == "central" else federated, wide, seed=0, dtype=torch.float64, kernel=how)
+        for how in ("auto", "off")
+    )
+    kernel.next_round()
+    plain.server, plain.store = kernel.server, kernel.store
+    clients = torch.arange(3, 20)
+    lists = torch.from_numpy(np.random.default_rng(0).integers(0, wide.items, (17, 300)))
+    answer = kernel.algorithm.answer(kernel.server)
+    for items in (None, lists):
+        found, expected = (one.evaluator._scores(one.store, answer, clients, True, items) for one in (kernel, plain))
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    for which in ("sampled_ranks", "full_ranks"):
+        for name, ranks in getattr(plain, which)().items():
+            assert (getattr(kernel, which)()[name] == ranks).all()
