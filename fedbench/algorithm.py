@@ -123,6 +123,11 @@ class Algorithm:
         """With these flags `score` is a rating, on the data's scale, and not only an order of items."""
         return False
 
+    @property
+    def samples_a_step(self) -> int:
+        """Samples of a local step, where a method's flags decide it otherwise than by `batch_size`."""
+        return self.batch_size
+
     def extra(self, when: int) -> Extra:
         """What a client adds to its training items in round `when`."""
         return Extra(0 if self.predicts_ratings else self.negatives)

@@ -236,7 +236,7 @@ class Engine:
                 samples.row,
             )
             losses[at], steps = fused.train_in_place(
-                plan, (stream[at], *layout), clients, a.local_epochs, a.batch_size, a.stop_below, change
+                plan, (stream[at], *layout), clients, a.local_epochs, a.samples_a_step, a.stop_below, change
             )
             updates += int((steps * plan.trained(clients, samples.touched[at])).sum())
         if change is None:
@@ -252,7 +252,7 @@ class Engine:
         losses = torch.zeros(len(samples.clients), dtype=torch.float64)
         parts: list[tuple[Block, Tensors]] = []
         updates = 0
-        for position in blocks(samples, sent, self.algorithm.batch_size, self.block_rows):
+        for position in blocks(samples, sent, self.algorithm.samples_a_step, self.block_rows):
             block = pack(samples, position, stream, bool(sent[position[0]]), self.dtype, self.device)
             loss, part, moved = self.run_block(block, answer, store)
             losses[position] = loss.double().cpu()
@@ -301,7 +301,7 @@ class Engine:
             {name: value.numpy() for name, value in held.items()},
             {name: value.contiguous().numpy() for name, value in sent.items()},
             a.local_epochs,
-            a.batch_size,
+            a.samples_a_step,
             a.stop_below,
         )
         return held, torch.from_numpy(loss), torch.from_numpy(steps)
@@ -313,9 +313,9 @@ class Engine:
         progress = Progress.start(block.count, self.dtype)
         real = {name: block.real.to(self.dtype) for name in a.tables}
         for epoch in range(a.local_epochs):
-            order = block.order(epoch, a.batch_size)
-            for start in range(0, order.shape[1], a.batch_size):
-                take = order[:, start : start + a.batch_size]
+            order = block.order(epoch, a.samples_a_step)
+            for start in range(0, order.shape[1], a.samples_a_step):
+                take = order[:, start : start + a.samples_a_step]
                 weight = (take < block.count[:, None]).to(self.dtype)
                 batch = Batch(block.local.gather(1, take), block.label.gather(1, take), weight)
                 held, optimizer, progress = self.step(a.loss, phases, held, sent, batch, optimizer, progress, real)
@@ -352,7 +352,7 @@ class Engine:
 
 def in_place(plan: fused.DotBCE | None, clients: np.ndarray, answer: Answer, store: ClientStore) -> fused.Clients | None:
     """Where the state of these clients lies, if a kernel for `plan` can work on it there."""
-    if plan is None or isinstance(plan, fused.NeuMFBCE) or plan.user not in store.tensors:
+    if plan is None or isinstance(plan, fused.IN_BLOCKS) or plan.user not in store.tensors:
         return None
     sent = answer.shared.get(plan.items)
     shared = None if sent is None else sent.contiguous().numpy()[None]

@@ -75,7 +75,7 @@ def train_client(algorithm: Algorithm, held: Tensors, sent: Tensors, local: Tens
     label = label.to(dtype)
     optimizers = [make_optimizer(phase, held) for phase in phases]
     total, seen, before, steps = 0.0, 0, 0.0, 0
-    size = algorithm.batch_size
+    size = algorithm.samples_a_step
     order = np.empty(len(label), np.int64)
     for epoch in range(algorithm.local_epochs):
         orders(key, np.array([0, len(label)]), epoch, size, order)
