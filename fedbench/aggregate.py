@@ -31,15 +31,20 @@ class Rows(NamedTuple):
     """[R, ...]"""
     clients: int
 
-    def combine(self, items: int, how: str) -> Tensor:
-        """[M, ...]: summed item by item, divided by nothing (sum), the cohort's size (cohort) or a row's senders (touching)."""
-        total = summed_by_item(self.item, self.value, items)
+    def combine(self, items: int, how: str, weight: Tensor | None = None) -> Tensor:
+        """[M, ...]: summed item by item, divided by nothing (sum), the cohort's size (cohort) or a row's senders (touching).
+
+        weight [n]: how much each client counts, in the sum and in what it is divided by; 1 if not given.
+        """
+        shape = (-1, *[1] * (self.value.dim() - 1))
+        each = None if weight is None else weight.to(self.value)[self.client]
+        total = summed_by_item(self.item, self.value if each is None else self.value * each.view(shape), items)
         if how == "sum":
             return total
         if how == "cohort":
-            return total / self.clients
-        senders = torch.bincount(self.item, minlength=items).to(self.value.dtype)
-        return total / senders.clamp(min=1).view(-1, *[1] * (total.dim() - 1))
+            return total / (self.clients if weight is None else weight.sum())
+        senders = torch.bincount(self.item, each, minlength=items).to(self.value.dtype)
+        return total / torch.where(senders > 0, senders, 1).view(shape)
 
 
 def summed_by_item(item: Tensor, value: Tensor, items: int) -> Tensor:

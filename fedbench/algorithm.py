@@ -143,6 +143,11 @@ class Algorithm:
         """With these flags `score` is a rating, on the data's scale, and not only an order of items."""
         return False
 
+    @property
+    def samples_a_step(self) -> int:
+        """Samples of a local step, where a method's flags decide it otherwise than by `batch_size`."""
+        return self.batch_size
+
     def extra(self, when: int) -> Extra:
         """What a client adds to its training items in round `when`."""
         return Extra(0 if self.predicts_ratings else self.negatives)
@@ -194,7 +199,7 @@ class Algorithm:
     def stages(self, sent: Tensors) -> tuple[Stage, ...]:
         """The client's local work, in order: by default its phases over all samples; () if there is none."""
         phases = self.phases(sent)
-        return (Stage(phases, self.local_epochs, self.batch_size, fused=self.fused(bool(sent))),) if phases else ()
+        return (Stage(phases, self.local_epochs, self.samples_a_step, fused=self.fused(bool(sent))),) if phases else ()
 
     def solve(self, held: Tensors, sent: Tensors, batch: Batch) -> Tensors:
         """The closed form of a stage without phases: what it replaces in `held`, from all of the client's samples in the stage."""

@@ -275,7 +275,7 @@ class Engine:
                 samples.row,
             )
             losses[at], steps = fused.train_in_place(
-                plan, (stream[at], *layout), clients, a.local_epochs, a.batch_size, a.stop_below, change
+                plan, (stream[at], *layout), clients, a.local_epochs, a.samples_a_step, a.stop_below, change
             )
             updates += int((steps * plan.trained(clients, samples.touched[at])).sum())
         if change is None:
@@ -302,7 +302,7 @@ class Engine:
     def packed(self, samples: Samples, sent: np.ndarray, when: int, block_rows: int, purpose: str = "") -> Iterator[Block]:
         """The cohort in blocks; `purpose` sets the randomness of another use apart."""
         stream, halves = (keys(self.seed, when, f"{name}{purpose}", samples.clients) for name in ("shuffle", "halves"))
-        for position in blocks(samples, sent, self.algorithm.batch_size, block_rows):
+        for position in blocks(samples, sent, self.algorithm.samples_a_step, block_rows):
             yield pack(samples, position, stream, halves, bool(sent[position[0]]), self.dtype, self.device)
 
     def reconstruct(self, server: Tensors, samples: Samples, when: int) -> Tensors:
@@ -434,7 +434,7 @@ class Engine:
 
 def in_place(plan: fused.DotBCE | None, clients: np.ndarray, answer: Answer, store: ClientStore) -> fused.Clients | None:
     """Where the state of these clients lies, if a kernel for `plan` can work on it there."""
-    if plan is None or isinstance(plan, fused.NeuMFBCE) or plan.user not in store.tensors:
+    if plan is None or isinstance(plan, fused.IN_BLOCKS) or plan.user not in store.tensors:
         return None
     sent = answer.shared.get(plan.items)
     shared = None if sent is None else sent.contiguous().numpy()[None]

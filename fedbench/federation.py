@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,7 @@ class Federation:
         return sample_round(self.split, cohort, extra.each, self.seed, when, extra.rating)
 
     def next_round(self) -> Round:
-        """One communication round."""
+        """One communication round; the uploads that come back are those that the server saw."""
         self.round += 1
         self.rebuilt = None
         a, engine = self.algorithm, self.engine
@@ -85,7 +85,7 @@ class Federation:
         self.server = a.aggregate(self.server, uploads, Draw(self.seed, self.round, None, engine.dtype, engine.device))
         self.visits[samples.clients] += 1
         self.bytes_down += result.bytes_down
-        return result
+        return replace(result, uploads=uploads)
 
     def central_round(self, algorithm: Central, pool: Pool) -> Round:
         """One pass over everybody's samples in one place: nobody is visited and nothing travels."""

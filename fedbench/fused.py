@@ -81,6 +81,26 @@ class NeuMFBCE(DotBCE):
     clip: float = 0.0
 
 
+@dataclass(frozen=True)
+class BiasedMSE(DotBCE):
+    """rating of item i = mean + both biases (the last number of a vector) + user · items[i]; squared error and a penalty on both vectors.
+
+    Two gradient steps a batch: first the user, then items and mean. A label that is not a number is what the model predicts as the round
+    begins. The server sends the share of the learning rate that is left.
+    """
+
+    penalty: float = 0.0
+    summed: bool = False
+    """a step takes the gradient of the sum over the batch, not of the mean"""
+    mean: str = "mean"
+    before: str = "before"
+    rate: str = "rate"
+
+
+IN_BLOCKS = (NeuMFBCE, BiasedMSE)
+"""plans whose kernels work on blocks of clients; the others' train them where their state lies"""
+
+
 @njit(inline="always")
 def _rates(step: int, lr: float) -> tuple[float, float]:
     """Adam's corrections of a step (from 1): lr / (1 - b1^step) and 1 / sqrt(1 - b2^step)."""
@@ -954,6 +974,90 @@ def score_neumf(
             out[c, start : start + TILE] = logit[: some.size]
 
 
+@njit(inline="always", fastmath=FAST, error_model=DIVIDE)
+def _rating(user: np.ndarray, item: np.ndarray, mean: float) -> float:
+    d = user.size - 1
+    rating = mean + user[d] + item[d]
+    for j in range(d):
+        rating += user[j] * item[j]
+    return rating
+
+
+@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
+def train_biased(
+    stream: np.ndarray,
+    local: np.ndarray,
+    label: np.ndarray,
+    count: np.ndarray,
+    touched: np.ndarray,
+    user: np.ndarray,
+    rows: np.ndarray,
+    mean: np.ndarray,
+    before: np.ndarray,
+    sent_rows: np.ndarray,
+    sent_mean: np.ndarray,
+    rate: np.ndarray,
+    epochs: int,
+    batch: int,
+    lr: float,
+    penalty: float,
+    summed: bool,
+    tolerance: float,
+    loss: np.ndarray,
+    steps: np.ndarray,
+) -> None:
+    """As `train_dot` for BiasedMSE, with mean [C] trained too. A client has one sample a row, so that a row can step at once."""
+    d = user.shape[1] - 1
+    kind = user.dtype.type
+    shrink, half = kind(penalty), kind(0.5)
+    for c in prange(count.size):
+        n = count[c]
+        if n == 0:
+            continue
+        p, q = user[c], rows[c]
+        order, target, gp = np.empty(n, np.int64), np.empty(n, user.dtype), np.empty(d + 1, user.dtype)
+        for s in range(n):
+            target[s] = label[c, s] if label[c, s] == label[c, s] else _rating(before[c], sent_rows[c, local[c, s]], sent_mean[c])
+        step, total, seen, running = 0, 0.0, 0, 0.0
+        for epoch in range(epochs):
+            shuffle(order, stream[c], epoch, batch)
+            for start in range(0, n, batch):
+                stop = min(start + batch, n)
+                size = kind(stop - start)
+                pace = kind(lr) * rate[c] * (size if summed else kind(1))
+                share = pace / size
+                for j in range(d + 1):
+                    gp[j] = size * shrink * p[j]
+                for s in range(start, stop):
+                    item = q[local[c, order[s]]]
+                    error = _rating(p, item, mean[c]) - target[order[s]]
+                    for j in range(d):
+                        gp[j] += error * item[j]
+                    gp[d] += error
+                square = kind(0)
+                for j in range(d + 1):
+                    p[j] -= share * gp[j]
+                    square += p[j] * p[j]
+                drift = kind(0)
+                for s in range(start, stop):
+                    item = q[local[c, order[s]]]
+                    error = _rating(p, item, mean[c]) - target[order[s]]
+                    sizes = square
+                    for j in range(d + 1):
+                        sizes += item[j] * item[j]
+                        item[j] -= share * (error * (p[j] if j < d else kind(1)) + shrink * item[j])
+                    total += half * (error * error + shrink * sizes)
+                    drift += error
+                mean[c] -= share * drift
+                seen += stop - start
+                step += 1
+            running, settled = _settled(total, seen, running, tolerance, epoch)
+            if settled:
+                break
+        loss[c] = running
+        steps[c] = step
+
+
 @njit(nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
 def train_pool(
     user: np.ndarray,
@@ -1099,7 +1203,7 @@ def train(
     samples: (stream [C], local [C, S], label [C, S], count [C], touched [C])
     """
     user, rows = held[plan.user], held[plan.items]
-    if not isinstance(plan, NeuMFBCE):
+    if not isinstance(plan, IN_BLOCKS):
         stream, local, label, count, touched = samples
         everyone = np.arange(len(user))
         layout = (
@@ -1115,6 +1219,11 @@ def train(
         merged = (sent[plan.items], everyone, held[plan.adapter]) if isinstance(plan, ElasticBCE) else ()
         return train_in_place(plan, layout, Clients(rows, everyone, user, everyone, *merged), epochs, batch, tolerance)
     loss, steps = np.zeros(len(user)), np.zeros(len(user), np.int64)
+    if isinstance(plan, BiasedMSE):
+        biased: Any = train_biased
+        given = held[plan.mean], held[plan.before], sent[plan.items], sent[plan.mean], sent[plan.rate]
+        biased(*samples, user, rows, *given, epochs, batch, plan.lr, plan.penalty, plan.summed, tolerance, loss, steps)
+        return loss, steps
     kernel: Any = train_neumf
     sizes = np.array((plan.layers[0] // 2, *plan.layers[1:]))
     kernel(*samples, user, rows, held[plan.mlp], held[plan.head], sizes, epochs, batch, plan.lr, plan.weight_decay, plan.clip,

@@ -48,10 +48,11 @@ class Best:
 
 
 def summarise(
-    config: RunConfig, dataset: Interactions, federation: Federation, best: Best, seconds: list[float], device: str
+    config: RunConfig, dataset: Interactions, federation: Federation, best: Best, lines: Sequence[dict[str, Any]], device: str
 ) -> dict[str, Any]:
-    """summary.json"""
+    """summary.json; `lines` are those of metrics.jsonl."""
     parts = federation.split
+    auc = next((line["exposure/auc"] for line in lines if line["round"] == best.round and "exposure/auc" in line), None)
     summary = {
         "algo": config.algo,
         "dataset": dataset.name,
@@ -67,11 +68,12 @@ def summarise(
         **(rating_results if parts.held else ranking_results)(parts, best.outcome),
         "clients": parts.clients,
         "items": parts.items,
+        **({} if auc is None else {"exposure": {"auc": auc}}),
         "bytes_up": federation.bytes_up,
         "bytes_down": federation.bytes_down,
         "client_visits": int(federation.visits.sum()),
         "clients_never_seen": int((federation.visits[parts.trainers] == 0).sum()),
-        "seconds_per_round": float(np.median(seconds)) if seconds else 0.0,
+        "seconds_per_round": float(np.median([line["seconds"] for line in lines])) if lines else 0.0,
         "peak_rss_mb": peak_rss_mb(),
         "device": device,
     }

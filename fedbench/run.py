@@ -27,6 +27,7 @@ from fedbench.config import RunConfig, placed, read_config
 from fedbench.data import Interactions
 from fedbench.errors import FedbenchError, UsageError
 from fedbench.evaluate import metrics_of
+from fedbench.exposure import exposure
 from fedbench.federation import Federation, world_of
 from fedbench.lock import claimed
 from fedbench.protocol import Protocol
@@ -117,8 +118,7 @@ def carry_out(
         elif resume:
             log.warning("no checkpoint of the run in %s; it begins again", out)
         train(federation, best, run_log, config, out)
-        seconds = [line["seconds"] for line in mirror.read_lines(out / "metrics.jsonl")]
-        summary = summarise(config, dataset, federation, best, seconds, device)
+        summary = summarise(config, dataset, federation, best, mirror.read_lines(out / "metrics.jsonl"), device)
         refitted = None
         if config.refit:
             save(out, federation, best, config)
@@ -176,6 +176,7 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
                 outcome = federation.outcome()
                 scores = metrics_of(parts, outcome)
                 line |= {f"{part}/{key}": value for part, metrics in scores.items() for key, value in metrics.items()}
+                line |= exposure(result.uploads, federation.algorithm.tables, parts, config.seed, federation.round)
                 if on == "last":
                     score, better = 0.0, spent >= limit
                 else:

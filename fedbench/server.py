@@ -45,25 +45,36 @@ class SharedModel(Algorithm):
         if self.server_lr <= 0:
             raise UsageError(f"--server-lr must be over 0, not {self.server_lr:g}")
 
-    def step(self, server: Tensors, changes: Mapping[str, Rows | Tensor], kept: Tensor | None = None) -> Tensors:
+    def step(
+        self, server: Tensors, changes: Mapping[str, Rows | Tensor], kept: Tensor | None = None, weight: Tensor | None = None
+    ) -> Tensors:
         """The server after a round: rows of tables combined as `average` says, other tensors [n, ...] averaged over the cohort.
 
         kept [n]: what is left of a number that a client did not touch, if clients decay their weights and whole tables are averaged.
+        weight [n]: how much each client counts; all the same if not given.
         """
         moved = dict(server)
         for name, change in changes.items():
             value = server[name]
             if isinstance(change, Tensor):
-                moves, mean = value.new_ones((), dtype=torch.bool), change.mean(0)
+                moves, mean = value.new_ones((), dtype=torch.bool), weighted_mean(change, weight)
             elif kept is not None and self.average == "cohort":
                 moves, mean = value.new_ones((), dtype=torch.bool), mean_of_whole_tables(change, value, kept)
             else:
                 moves = value.new_zeros(len(value), dtype=torch.bool).index_fill_(0, change.item, True)
-                moves, mean = moves.view(-1, *[1] * (value.dim() - 1)), change.combine(len(value), self.average)
+                moves, mean = moves.view(-1, *[1] * (value.dim() - 1)), change.combine(len(value), self.average, weight)
             state = {part: server.get(f"{name}/{part}") for part in STATE[self.server]}
             new, state = optimizer_step(self.server, self.server_lr, value, mean, state, moves)
             moved |= {name: new, **{f"{name}/{part}": tensor for part, tensor in state.items() if tensor is not None}}
         return moved
+
+
+def weighted_mean(values: Tensor, weight: Tensor | None) -> Tensor:
+    """[n, ...] -> [...]"""
+    if weight is None:
+        return values.mean(0)
+    share = weight.to(values)
+    return torch.tensordot(share / share.sum().clamp(min=1), values, 1)
 
 
 def optimizer_step(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import hypothesis
@@ -19,9 +20,10 @@ from fedbench.split import Samples, Split, split
 
 
 @cache
-def small_split(users: int = 24, items: int = 60, interactions: int = 12, protocol: str = "clean") -> Split:
+def small_split(users: int = 24, items: int = 60, interactions: int = 12, protocol: str = "clean", ratings: bool = False) -> Split:
     """Planted tastes. The defaults with batches of 32 give clients of one batch and clients of many."""
-    return split(load(DatasetOptions(users=users, items=items, interactions=interactions)), PRESETS[protocol])
+    chosen = replace(PRESETS[protocol], split="kfold", fold=0) if ratings else PRESETS[protocol]
+    return split(load(DatasetOptions(users=users, items=items, interactions=interactions)), chosen)
 
 
 def without_samples(samples: Samples, position: int) -> Samples:

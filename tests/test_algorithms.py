@@ -18,6 +18,7 @@ from torch import Tensor
 from algorithms.fedavg_ncf import FedAvgNCF
 from algorithms.fedem import FedEM
 from algorithms.fedmf import FedMF
+from algorithms.fedrec_mf import FedRecMF
 from algorithms.fedrecon import FedRecon
 from algorithms.local import Local
 from algorithms.popularity import Popularity
@@ -29,10 +30,10 @@ from fedbench.config import RunConfig
 from fedbench.draw import Draw
 from fedbench.engine import Engine, Uploads, sent_whole
 from fedbench.errors import UsageError
-from fedbench.evaluate import ranking_metrics
-from fedbench.federation import Federation
+from fedbench.evaluate import metrics_of
+from fedbench.federation import Federation, world_of
 from fedbench.results import Best
-from fedbench.split import Samples, cohort_of, sample_round
+from fedbench.split import Samples, Split, cohort_of, sample_round
 from fedbench.store import ClientStore
 from tests import loop_engine
 from tests.conftest import small_split, without_samples
@@ -78,13 +79,22 @@ class Trace(NamedTuple):
 
 def samples_of(algorithm: Algorithm, round_: int) -> Samples:
     """A round's samples; the fifth client of the cohort has none."""
-    parts = small_split()
+    parts = parts_of(algorithm)
     cohort = cohort_of(round_, parts.clients, algorithm.clients_per_round or parts.clients, algorithm.sampling, SEED)
-    return without_samples(sample_round(parts, cohort, algorithm.negatives, SEED, round_), 4)
+    return without_samples(drawn(parts, cohort, algorithm, round_), 4)
 
 
-def small_world() -> World:
-    return World(small_split().clients, small_split().items)
+def parts_of(algorithm: Algorithm, *size: int) -> Split:
+    return small_split(*size, ratings=algorithm.predicts_ratings)
+
+
+def drawn(parts: Split, cohort: np.ndarray, algorithm: Algorithm, round_: int) -> Samples:
+    extra = algorithm.extra(round_)
+    return sample_round(parts, cohort, extra.each, SEED, round_, extra.rating)
+
+
+def small_world(algorithm: Algorithm) -> World:
+    return world_of(parts_of(algorithm))
 
 
 def flat(uploads: Uploads) -> Tensors:
@@ -100,7 +110,7 @@ def trace(
     algorithm: Algorithm, dtype: torch.dtype, run_cohort: Callable[[Tensors, ClientStore, Samples, int], tuple[Uploads, Tensor]]
 ) -> Trace:
     """The first rounds, each cohort run by `run_cohort`."""
-    world, draw = small_world(), Draw(SEED, 0, None, dtype)
+    world, draw = small_world(algorithm), Draw(SEED, 0, None, dtype)
     server, store = algorithm.init_server(world, draw), ClientStore(algorithm, world, draw)
     losses, uploads = [], []
     for round_ in range(1, ROUNDS + 1):
@@ -112,7 +122,7 @@ def trace(
 
 
 def by_engine(algorithm: Algorithm, dtype: torch.dtype = torch.float64, **options: Any) -> Trace:
-    engine = Engine(algorithm, small_world(), SEED, dtype=dtype, **options)
+    engine = Engine(algorithm, small_world(algorithm), SEED, dtype=dtype, **options)
 
     def run_cohort(server: Tensors, store: ClientStore, samples: Samples, when: int) -> tuple[Uploads, Tensor]:
         result = engine.run_cohort(server, store, samples, when)
@@ -124,7 +134,7 @@ def by_engine(algorithm: Algorithm, dtype: torch.dtype = torch.float64, **option
 @cache
 def by_loop(algorithm: Algorithm) -> Trace:
     def run_cohort(server: Tensors, store: ClientStore, samples: Samples, when: int) -> tuple[Uploads, Tensor]:
-        uploads, losses = loop_engine.run_cohort(algorithm, small_world(), server, store.tensors, samples, SEED, when)
+        uploads, losses = loop_engine.run_cohort(algorithm, small_world(algorithm), server, store.tensors, samples, SEED, when)
         return uploads, torch.tensor(losses, dtype=torch.float64)
 
     return trace(algorithm, torch.float64, run_cohort)
@@ -146,8 +156,8 @@ def assert_same_trace(found: Trace, expected: Trace, tolerance: float) -> None:
     assert_same(found.server, expected.server, tolerance)
 
 
-def hr_10(federation: Federation, which: str = "test") -> float:
-    return ranking_metrics(federation.sampled_ranks()[which])["hr_10"]
+def metrics_on_test(federation: Federation) -> dict[str, float]:
+    return metrics_of(federation.split, federation.outcome())["test"]
 
 
 class AlgorithmTests:
@@ -156,7 +166,7 @@ class AlgorithmTests:
     algorithms: ClassVar[tuple[Algorithm, ...]]
     """small instances, all tested"""
     band: ClassVar[tuple[float, float]]
-    """test HR@10 on planted tastes after `quality_rounds` rounds at the instance's settings, chance being .10"""
+    """test HR@10 (chance .10), or RMSE, on planted tastes after `quality_rounds` rounds at the instance's settings"""
     quality: ClassVar[dict[str, Any]] = {}
     """fields that the quality test sets"""
     quality_rounds: ClassVar[int] = 3
@@ -192,7 +202,7 @@ class AlgorithmTests:
 
     def after_two_rounds(self, algorithm: Algorithm) -> tuple[Tensors, Tensors]:
         """The server, and what a client keeps that was sent something if anybody was."""
-        federation = Federation.start(algorithm, small_split(), SEED)
+        federation = Federation.start(algorithm, parts_of(algorithm), SEED)
         federation.next_round()
         federation.next_round()
         client = self.a_client(algorithm, federation.server)
@@ -204,7 +214,7 @@ class AlgorithmTests:
 
     def test_resumes_bit_for_bit(self, algorithm: Algorithm, kernel: str, tmp_path: Path) -> None:
         config = RunConfig(algo=algorithm.name, algorithm=algorithm, dataset="synthetic")
-        steady, stopped, fresh = (Federation.start(algorithm, small_split(), SEED, kernel=kernel) for _ in range(3))
+        steady, stopped, fresh = (Federation.start(algorithm, parts_of(algorithm), SEED, kernel=kernel) for _ in range(3))
         for federation in (steady, stopped):
             federation.next_round()
             federation.next_round()
@@ -223,10 +233,10 @@ class AlgorithmTests:
         metrics, traces = [], []
         for block_rows in (300, 5000, 1 << 30):
             how = {"dtype": torch.float64, "kernel": kernel, "block_rows": block_rows}
-            federation = Federation.start(algorithm, small_split(), SEED, **how)
+            federation = Federation.start(algorithm, parts_of(algorithm), SEED, **how)
             for _ in range(ROUNDS):
                 federation.next_round()
-            metrics.append([*ranking_metrics(federation.sampled_ranks()["test"]).values()])
+            metrics.append([*metrics_on_test(federation).values()])
             traces.append(by_engine(algorithm, kernel=kernel, block_rows=block_rows))
         tolerance = 0 if kernel == "auto" and algorithm.fused(False) else 1e-9
         for other, its_metrics in zip(traces[1:], metrics[1:], strict=True):
@@ -243,14 +253,14 @@ class AlgorithmTests:
 
     @pytest.mark.parametrize("everybody", [False, True])
     def test_order_of_the_cohort_does_not_matter(self, algorithm: Algorithm, kernel: str, everybody: bool) -> None:
-        world, parts, draw = small_world(), small_split(), Draw(SEED, 0, None, torch.float64)
+        world, parts, draw = small_world(algorithm), parts_of(algorithm), Draw(SEED, 0, None, torch.float64)
         engine = Engine(algorithm, world, SEED, dtype=torch.float64, kernel=kernel)
         cohort = np.arange(world.clients if everybody else 17)
         mixed = np.random.default_rng(0).permutation(cohort)
         results = []
         for clients in (cohort, mixed):
             store = ClientStore(algorithm, world, draw)
-            samples = sample_round(parts, clients, algorithm.negatives, SEED, 1)
+            samples = drawn(parts, clients, algorithm, 1)
             results.append((engine.run_cohort(algorithm.init_server(world, draw), store, samples, 1), store.tensors))
         (expected, kept), (found, kept_mixed) = results
         assert_same(kept_mixed, kept, 1e-12)
@@ -263,7 +273,7 @@ class AlgorithmTests:
                 assert_same({name: found.uploads.dense(name)}, {name: value[mixed]}, 1e-12)
 
     def test_counts_the_bytes_that_travel(self, algorithm: Algorithm) -> None:
-        world, draw = small_world(), Draw(SEED)
+        world, draw = small_world(algorithm), Draw(SEED)
         server, store, samples = algorithm.init_server(world, draw), ClientStore(algorithm, world, draw), samples_of(algorithm, 1)
         own = {name: value[0] for name, value in store.tensors.items()}
         answer = algorithm.answer(server)
@@ -286,14 +296,14 @@ class AlgorithmTests:
         assert result.uploads.bytes() == expected
 
     def test_quality(self, algorithm: Algorithm) -> None:
-        parts = small_split(QUALITY_USERS, 240, 20)
-        assert parts.chance() == 0.1
+        parts = parts_of(algorithm, QUALITY_USERS, 240, 20)
+        assert parts.held or parts.chance() == 0.1
         settings = {"dim": 16, "batch_size": 256, "local_epochs": 3, "clients_per_round": None, **self.quality}
         federation = Federation.start(replace(algorithm, **settings), parts, SEED)
         for _ in range(self.quality_rounds):
             federation.next_round()
         low, high = self.band
-        assert low <= hr_10(federation) <= high
+        assert low <= metrics_on_test(federation)["rmse" if parts.held else "hr_10"] <= high
 
 
 class TestFedMF(AlgorithmTests):
@@ -349,6 +359,29 @@ class TestFedReconBySGD(AlgorithmTests):
     quality_rounds = 6
 
 
+def fedrec_mf(**fields: Any) -> FedRecMF:
+    return FedRecMF(**{**SMALL, **fields})
+
+
+class TestFedRecMF(AlgorithmTests):
+    algorithms = (
+        fedrec_mf(rho=2, hybrid_from=1),
+        fedrec_mf(rho=2, filling="average", penalty=0.1),
+        fedrec_mf(form="stochastic", rho=1, hybrid_from=1, stop_below=0.05),
+        fedrec_mf(form="stochastic", average="cohort", server="adam", server_lr=0.05),
+    )
+    band = (0.8, 1.0)  # RMSE; predicting the mean gives 1.17
+    quality = {"local_epochs": 1, "rho": 0}
+    quality_rounds = 10
+
+
+class TestFedRecMFImplicit(AlgorithmTests):
+    algorithms = (fedrec_mf(feedback="implicit"),)
+    band = (0.25, 0.65)
+    quality = {"local_epochs": 2}
+    quality_rounds = 6
+
+
 class TestLocal(AlgorithmTests):
     algorithms = (Local(**SMALL), Local(**SMALL, stop_below=0.2), Local(**SMALL, sampling="queue"))
     band = CHANCE
@@ -401,7 +434,7 @@ def test_a_private_vector_in_an_upload_is_found() -> None:
 
 
 def test_bytes_by_hand() -> None:
-    world, draw = small_world(), Draw(SEED)
+    world, draw = small_world(FedMF()), Draw(SEED)
     for algorithm, expected in (
         (FedMF(**SMALL), lambda samples: len(samples.row) * (8 * 4 + 4)),
         (fedem(), lambda samples: 17 * (world.items * 8 * 4 + 4)),

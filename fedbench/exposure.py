@@ -1,0 +1,98 @@
+"""What an upload gives away: how well the server, seeing one client's upload, tells the items it trains on from all others.
+
+The server guesses by one number an item: how far the row moved that the client sent; a row that it did not send comes last. Where a
+client sends a whole table of its own, it is the distance of its row from the mean row of the clients looked at. The area under the ROC
+curve of that guess is 1 if the upload gives all away, .5 if it gives nothing away.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+
+from fedbench.aggregate import Rows
+from fedbench.draw import keys
+from fedbench.engine import Uploads
+from fedbench.split import Split
+
+MOST_CLIENTS = 100
+"""clients of a cohort that are looked at"""
+
+
+def exposure(uploads: Uploads, tables: tuple[str, ...], split: Split, seed: int, when: int) -> dict[str, float]:
+    """{"exposure/auc": the mean over a seeded sample of the cohort}, or {} if no table is uploaded."""
+    clients = uploads.clients.cpu().numpy()
+    picked = np.sort(np.argsort(keys(seed, when, "exposure", clients), kind="stable")[:MOST_CLIENTS])
+    rows = [value for name, value in uploads.tensors.items() if name in tables and isinstance(value, Rows)]
+    whole = [value for name, value in uploads.tensors.items() if name in tables and isinstance(value, Tensor)]
+    if rows:
+        ptr, item, moved = _sent(rows, picked)
+    elif whole:
+        ptr, item, moved = _apart(whole, torch.from_numpy(picked).to(whole[0].device))
+    else:
+        return {}
+    auc = np.empty(len(picked))
+    _auc(clients[picked], split.train_ptr, split.train_item, split.items, ptr, item, np.nan_to_num(moved, nan=np.inf), auc)
+    return {"exposure/auc": float(np.nanmean(auc))} if np.isfinite(auc).any() else {}
+
+
+def _sent(tables: list[Rows], picked: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """CSR by picked client: the items whose rows it sent and the size of each row's change, over all tables."""
+    client = tables[0].client.cpu().numpy()
+    first, counts = np.searchsorted(client, picked), np.searchsorted(client, picked, side="right") - np.searchsorted(client, picked)
+    ptr = np.concatenate([[0], np.cumsum(counts)])
+    at = torch.from_numpy(np.repeat(first - ptr[:-1], counts) + np.arange(ptr[-1])).to(tables[0].item.device)
+    square = torch.stack([rows.value[at].reshape(len(at), -1).square().sum(1) for rows in tables]).sum(0)
+    return ptr, tables[0].item[at].cpu().numpy(), square.double().cpu().numpy()
+
+
+def _apart(tables: list[Tensor], picked: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same of whole tables [n, M, ...]: every item, and how far each client's row is from the mean row."""
+    square = torch.zeros((), device=picked.device)
+    for table in tables:
+        mine = table[picked].flatten(2) if table.dim() > 2 else table[picked].unsqueeze(2)
+        square = square + (mine - mine.mean(0)).square().sum(2)
+    n, items = square.shape
+    return np.arange(n + 1) * items, np.tile(np.arange(items), n), square.double().cpu().numpy().ravel()
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def _auc(
+    clients: np.ndarray,
+    train_ptr: np.ndarray,
+    train_item: np.ndarray,
+    items: int,
+    ptr: np.ndarray,
+    item: np.ndarray,
+    moved: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """out [n]: P(a training item is guessed above another one), ties by half; NaN for a client with nothing to tell apart."""
+    for c in prange(clients.size):
+        mine = train_item[train_ptr[clients[c]] : train_ptr[clients[c] + 1]]
+        positives, negatives = mine.size, items - mine.size
+        if positives == 0 or negatives == 0:
+            out[c] = np.nan
+            continue
+        trained = np.zeros(items, np.bool_)
+        trained[mine] = True
+        sent, size = item[ptr[c] : ptr[c + 1]], moved[ptr[c] : ptr[c + 1]]
+        found = 0
+        for i in range(sent.size):
+            found += trained[sent[i]]
+        below = negatives - (sent.size - found)  # negatives that were not sent are below every row that was
+        won = 0.5 * (positives - found) * below
+        order = np.argsort(size)
+        start = 0
+        while start < order.size:
+            stop, good = start, 0
+            while stop < order.size and size[order[stop]] == size[order[start]]:
+                good += trained[sent[order[stop]]]
+                stop += 1
+            bad = stop - start - good
+            won += good * (below + 0.5 * bad)
+            below += bad
+            start = stop
+        out[c] = won / (positives * negatives)
