@@ -54,13 +54,13 @@ def measure(run: config.RunConfig) -> dict[str, Any]:
     algorithm = run.algorithm
     check_cohort(algorithm, split)
     dtype = torch.float64 if run.dtype == "float64" else torch.float32
-    engine = {"kernel": run.kernel, "block_rows": run.block_rows, "compile": run.compile}
+    engine: dict[str, Any] = {"kernel": run.kernel, "block_rows": run.block_rows, "compile": run.compile}
     federation = Federation.start(algorithm, split, run.seed, choose_device(run.device), dtype, **engine)
     for _ in range(WARM_ROUNDS):
         federation.next_round()
         federation.outcome()
     when = federation.round + 1
-    samples = federation.samples(when)
+    samples = federation.samples(federation.chosen(when), when)
     start = {name: tensor.clone() for name, tensor in federation.store.tensors.items()}
     batched, loop, updates = [], [], 0
     world = federation.engine.world
@@ -103,7 +103,7 @@ def full_round(federation: Federation, dtype: torch.dtype) -> dict[str, float]:
         federation.round += 1
         when = federation.round
         clock = [time.perf_counter()]
-        samples = federation.samples(when)
+        samples = federation.samples(federation.chosen(when), when)
         clock.append(time.perf_counter())
         result = engine.run_cohort(federation.server, federation.store, samples, when)
         clock.append(time.perf_counter())
