@@ -60,7 +60,7 @@ def measure(run: config.RunConfig) -> dict[str, Any]:
         federation.next_round()
         federation.outcome()
     when = federation.round + 1
-    samples = federation.samples(federation.chosen(when), when)
+    samples = federation.samples(when)
     start = {name: tensor.clone() for name, tensor in federation.store.tensors.items()}
     batched, loop, updates = [], [], 0
     world = federation.engine.world
@@ -103,7 +103,7 @@ def full_round(federation: Federation, dtype: torch.dtype) -> dict[str, float]:
         federation.round += 1
         when = federation.round
         clock = [time.perf_counter()]
-        samples = federation.samples(federation.chosen(when), when)
+        samples = federation.samples(when)
         clock.append(time.perf_counter())
         result = engine.run_cohort(federation.server, federation.store, samples, when)
         clock.append(time.perf_counter())

@@ -83,8 +83,9 @@ class Federation:
         a, trainers = self.algorithm, self.split.trainers
         return trainers[cohort_of(when, len(trainers), a.clients_per_round or len(trainers), a.sampling, self.seed)]
 
-    def samples(self, cohort: np.ndarray, when: int) -> Samples:
-        """What these clients train on in a round."""
+    def samples(self, when: int, cohort: np.ndarray | None = None) -> Samples:
+        """What the chosen clients, or those given, train on in a round."""
+        cohort = self.chosen(when) if cohort is None else cohort
         extra = self.algorithm.extra(when)
         return sample_round(self.split, cohort, extra.each, self.seed, when, extra.rating)
 
@@ -94,14 +95,14 @@ class Federation:
         a, engine, failures, now = self.algorithm, self.engine, self.failures, (self.seed, self.round)
         chosen = self.chosen(self.round)
         if isinstance(a, Central):
-            return self.central_round(a, Pool.of(self.samples(chosen, self.round), *now, engine.dtype, engine.device))
+            return self.central_round(a, Pool.of(self.samples(self.round, chosen), *now, engine.dtype, engine.device))
         cohort = failures.answering(chosen, *now)
         self.counts["dropped"] += len(chosen) - len(cohort)
         if not len(cohort):
             return Round(Uploads(engine.world, torch.empty(0, dtype=torch.int64)), torch.empty(0), 0, 0)
         epochs = failures.epochs(cohort, *now, a.local_epochs)
         self.counts["stragglers"] += int((epochs < a.local_epochs).sum())
-        result = engine.run_cohort(self.server, self.store, self.samples(cohort, self.round), self.round, epochs)
+        result = engine.run_cohort(self.server, self.store, self.samples(self.round, cohort), self.round, epochs)
         lost = ~result.loss.isfinite()
         if lost.any():
             first = self.split.user_ids[cohort[int(lost.nonzero()[0])]]
