@@ -26,7 +26,7 @@ from fedbench.algorithm import Algorithm
 from fedbench.central import Central
 from fedbench.checkpoint import Cadence
 from fedbench.data import DatasetOptions
-from fedbench.errors import UsageError
+from fedbench.errors import FedbenchError, UsageError
 from fedbench.failures import Failures
 from fedbench.protocol import PRESETS, Protocol
 
@@ -294,8 +294,7 @@ def _configs(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[str,
 
     protocol = dataclasses.replace(preset, **_fields_said(Protocol, said))
     data = DatasetOptions(**_fields_said(DatasetOptions, said), ncf="ncf" in (protocol.split, protocol.candidates))
-    algorithm, failures = cls(**_fields_said(cls, said)), Failures(**_fields_said(Failures, said))
-    algorithm.check(None)
+    algorithm, failures = _made(cls, said), Failures(**_fields_said(Failures, said))
     failures.check()
     if protocol.split == "auto" and algorithm.predicts_ratings:
         protocol = dataclasses.replace(protocol, split=algorithm.rating_split)
@@ -306,6 +305,18 @@ def _configs(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[str,
     config = RunConfig(**rest)
     _check(config)
     return _one_a_seed_and_fold(config, _seeds(on_line) or _seeds(from_file) or (0,))
+
+
+def _made(cls: type[Algorithm], said: Mapping[str, Any]) -> Algorithm:
+    """The algorithm with these values, checked; what goes wrong in its own code is its own error."""
+    try:
+        algorithm = cls(**_fields_said(cls, said))
+        algorithm.check(None)
+    except FedbenchError:
+        raise
+    except Exception as error:
+        raise UsageError(f"algorithm {cls.name} fails to check its values: {type(error).__name__}: {error}") from error
+    return algorithm
 
 
 def _without_overruled(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[str, Any]) -> dict[str, Any]:
