@@ -166,8 +166,9 @@ class FedEM(Algorithm):
     def weights(self, tables: Tensor, samples: Tensor) -> Tensor:
         """[S, M, d], [S] -> [S, S]: row u says how much each table weighs in client u's mixture."""
         p = samples.double() / samples.sum().clamp(min=1)
+        cap = max(self.max_weight, 1 / len(p))  # fewer clients than expected may have answered
         if self.aggregation == "avg":
-            return solve_weights(p.expand(len(p), -1), self.solver, self.max_weight)
+            return solve_weights(p.expand(len(p), -1), self.solver, cap)
         sigma = similarity(signatures(tables), self.similarity)
         if self.exclude_self:
             sigma.fill_diagonal_(0)
@@ -178,4 +179,4 @@ class FedEM(Algorithm):
             target = p + self.alpha * sigma
             if self.objective == "paper":
                 target = target / (1 + self.alpha)
-        return solve_weights(target, self.solver, self.max_weight)
+        return solve_weights(target, self.solver, cap)

@@ -11,7 +11,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from fedbench.errors import FedbenchError, UsageError
+from fedbench.errors import FedbenchError, NotFinite, UsageError
 
 AVERAGES = ("sum", "cohort", "touching")
 BLOCK = 1 << 26
@@ -85,7 +85,7 @@ def signatures(tables: Tensor) -> Tensor:
         centred = chunk - chunk.mean(dim=1, keepdim=True)
         covariance = centred.transpose(1, 2) @ centred
         if not covariance.isfinite().all():
-            raise FedbenchError("an uploaded item table is not finite: training diverged; lower the learning rate")
+            raise NotFinite("an uploaded item table")
         direction = torch.linalg.eigh(covariance.double()).eigenvectors[:, :, -1].to(tables.dtype)
         out.copy_((centred @ direction.unsqueeze(-1)).squeeze(-1))
         largest = out.gather(1, out.abs().argmax(dim=1, keepdim=True))

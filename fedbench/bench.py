@@ -54,7 +54,7 @@ def measure(run: config.RunConfig) -> dict[str, Any]:
     algorithm = run.algorithm
     check_cohort(algorithm, split)
     dtype = torch.float64 if run.dtype == "float64" else torch.float32
-    engine = {"kernel": run.kernel, "block_rows": run.block_rows, "compile": run.compile}
+    engine: dict[str, Any] = {"kernel": run.kernel, "block_rows": run.block_rows, "compile": run.compile}
     federation = Federation.start(algorithm, split, run.seed, choose_device(run.device), dtype, **engine)
     for _ in range(WARM_ROUNDS):
         federation.next_round()

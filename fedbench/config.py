@@ -23,9 +23,11 @@ from typing import Any, NamedTuple, NoReturn, Union, get_args, get_origin, get_t
 from fedbench import protocol as protocols
 from fedbench import registry
 from fedbench.algorithm import Algorithm
+from fedbench.central import Central
 from fedbench.checkpoint import Cadence
 from fedbench.data import DatasetOptions
-from fedbench.errors import UsageError
+from fedbench.errors import FedbenchError, UsageError
+from fedbench.failures import Failures
 from fedbench.protocol import PRESETS, Protocol
 
 RECIPES = ("clean", "published")
@@ -43,7 +45,7 @@ AT_LEAST = {
     **dict.fromkeys(("negatives", "stop_below", "min_interactions", "seed", "split_seed", "data_seed", "fold"), 0),
     "folds": 2,
 }
-OR_NUMBER = ("checkpoint_every",)
+OR_NUMBER = ("checkpoint_every", "max_upload_norm")
 """words that may be a number in a config file"""
 SHORT = {"clients_per_round": "-n", "local_epochs": "-e"}
 SYNTHETIC = ("users", "items", "interactions", "data_seed")
@@ -65,6 +67,7 @@ class RunConfig:
     dataset: str
     """the data: a name from --list, or a path to a .csv file (user,item[,rating][,time])"""
     data: DatasetOptions = DatasetOptions()
+    failures: Failures = Failures()
     protocol: Protocol = Protocol()
     """how data is split and ranked: clean (no leak), ncf (the NCF paper's files), published (as the FedEM code: LEAKS)"""
     recipe: str = "clean"
@@ -116,15 +119,16 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         """Every flag's value, flat and ready for JSON; `--config` reads it back."""
         own = {**_values(self), "protocol": self.protocol.name}
-        parts = {**_values(self.protocol), **_values(self.data), **_values(self.algorithm)}
+        parts = {**_values(self.protocol), **_values(self.data), **_values(self.failures), **_values(self.algorithm)}
         folds = () if self.protocol.split == "kfold" else protocols.FOLD_FIELDS
-        hidden = ("algorithm", "data", "name", "ncf", *(() if self.dataset == "synthetic" else SYNTHETIC), *folds)
+        hidden = ("algorithm", "data", "failures", "name", "ncf", *(() if self.dataset == "synthetic" else SYNTHETIC), *folds)
         hidden += () if self.budget_value is None else ("rounds",)
         return {key: _plain(value) for key, value in {**own, **parts}.items() if key not in hidden}
 
     def identity(self) -> dict[str, Any]:
         """What determines the result. A file counts by its content, not by its path."""
-        values = {key: value for key, value in self.to_dict().items() if key not in NOT_HASHED}
+        skipped = {*NOT_HASHED, *(key for key, value in _values(self.failures).items() if value == getattr(Failures, key))}
+        values = {key: value for key, value in self.to_dict().items() if key not in skipped}
         return values | {"algo": _identity(self.algo), "dataset": _identity(self.dataset)}
 
     def digest(self) -> str:
@@ -292,17 +296,29 @@ def _configs(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[str,
     if protocol.ratings and "explicit" in cls.choices.get("feedback", ()):
         said = {"feedback": "explicit", **said}
     data = DatasetOptions(**_fields_said(DatasetOptions, said), ncf="ncf" in (protocol.split, protocol.candidates))
-    algorithm = cls(**_fields_said(cls, said))
-    algorithm.check(None)
+    algorithm, failures = _made(cls, said), Failures(**_fields_said(Failures, said))
+    failures.check()
     if protocol.split == "auto" and algorithm.predicts_ratings:
         protocol = dataclasses.replace(protocol, split=algorithm.rating_split)
 
     rest = {key: value for key, value in said.items() if key in {field.name for field in dataclasses.fields(RunConfig)}}
-    rest |= {"algorithm": algorithm, "data": data, "protocol": protocol, "recipe": recipe}
+    rest |= {"algorithm": algorithm, "failures": failures, "data": data, "protocol": protocol, "recipe": recipe}
     rest["dataset"] = registry.dataset_name(said["dataset"])
     config = RunConfig(**rest)
     _check(config)
     return _one_a_seed_and_fold(config, _seeds(on_line) or _seeds(from_file) or (0,))
+
+
+def _made(cls: type[Algorithm], said: Mapping[str, Any]) -> Algorithm:
+    """The algorithm with these values, checked; what goes wrong in its own code is its own error."""
+    try:
+        algorithm = cls(**_fields_said(cls, said))
+        algorithm.check(None)
+    except FedbenchError:
+        raise
+    except Exception as error:
+        raise UsageError(f"algorithm {cls.name} fails to check its values: {type(error).__name__}: {error}") from error
+    return algorithm
 
 
 def _without_overruled(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[str, Any]) -> dict[str, Any]:
@@ -381,6 +397,8 @@ def _check(config: RunConfig) -> None:
         raise UsageError(f"--refit trains for the rounds that validation chose, but --select-on {on} chooses on {on}; drop one of them")
     if config.refit and config.protocol.ratings:
         raise UsageError(f"--refit needs a validation item of each client, and --split {config.protocol.split} has none; drop one of them")
+    if config.failures.happen() and isinstance(config.algorithm, Central):
+        raise UsageError(f"--dropout, --stragglers and --corrupt are for federated methods; {config.algo} has no clients that could fail")
     if config.budget != "rounds" and config.budget_value is None:
         raise UsageError(f"--budget {config.budget} needs --budget-value: how many {config.budget} a run may use")
     _check_split(config.algo, config.algorithm, config.protocol)
@@ -434,7 +452,7 @@ class _SeedsFlag(Flag):
 
 def flag_groups(cls: type[Algorithm] | None) -> dict[str, list[Flag]]:
     """Help groups by title, in order; with the algorithm's own flags if there is one."""
-    run = {flag.key: flag for flag in _flags(RunConfig, CHOICES, skip=("algorithm", "data"))}
+    run = {flag.key: flag for flag in _flags(RunConfig, CHOICES, skip=("algorithm", "data", "failures"))}
     run["protocol"] = dataclasses.replace(run["protocol"], kind=str, default="clean")
     run["recipe"] = dataclasses.replace(run["recipe"], kind=str | None, default=None)
     seeds = _SeedsFlag("seeds", str, None, "several runs, one a seed, such as 0-4 or 0,1,2; ends with mean, deviation and interval")
@@ -447,6 +465,7 @@ def flag_groups(cls: type[Algorithm] | None) -> dict[str, list[Flag]]:
     if cls is not None:
         groups[f"{cls.name}: {cls.summary}"] = [flag for flag in trained if flag.key not in shared]
     groups["protocol (defaults by preset)"] = _flags(Protocol, protocols.CHOICES, skip=("name",))
+    groups["failures"] = _flags(Failures, {})
     groups["data"] = _flags(DatasetOptions, {}, skip=("ncf",))
     groups["machine"] = [run[key] for key in ("device", "dtype", "threads", "compile", "kernel", "block_rows")]
     groups["output"] = [

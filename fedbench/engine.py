@@ -47,6 +47,8 @@ class Uploads:
     summed: tuple[str, ...] = ()
     """uploads that the server sees only as a sum, see `sealed`"""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
+    unreadable: Tensor | None = None
+    """[n] whether an upload arrived in another shape than asked for, so that its numbers here mean nothing"""
 
     def rows(self, name: str) -> Rows:
         """Touched rows of a shared table."""
@@ -69,6 +71,43 @@ class Uploads:
     def total(self, name: str) -> Tensor:
         """[...] the sum over the cohort of a sealed upload."""
         return self.sums[name]
+
+    def only(self, keep: Tensor) -> Uploads:
+        """The uploads of the clients where `keep` [n] is true."""
+        place, n = keep.cumsum(0) - 1, int(keep.sum())
+        tensors: dict[str, Tensor | Rows] = {}
+        for name, value in self.tensors.items():
+            if isinstance(value, Rows):
+                mine = keep[value.client]
+                tensors[name] = Rows(place[value.client[mine]], value.item[mine], value.value[mine], n)
+            else:
+                tensors[name] = value[keep]
+        return replace(self, clients=self.clients[keep], tensors=tensors, unreadable=None)
+
+    def scaled(self, factor: Tensor) -> Uploads:
+        """Every number of a client's upload times its factor [n]; a copy."""
+        tensors: dict[str, Tensor | Rows] = {}
+        for name, value in self.tensors.items():
+            if isinstance(value, Rows):
+                tensors[name] = value._replace(value=times(value.value, factor[value.client]))
+            else:
+                tensors[name] = times(value, factor)
+        return replace(self, tensors=tensors)
+
+    def finite(self) -> Tensor:
+        """[n] whether all that a client sent is finite."""
+        return torch.stack([torch.ones_like(self.clients, dtype=torch.bool), *(norm.isfinite() for norm in self.norms().values())]).all(0)
+
+    def norms(self) -> dict[str, Tensor]:
+        """Name -> [n]: the norm of what each client sent under that name."""
+        found = {}
+        for name, value in self.tensors.items():
+            if isinstance(value, Rows):
+                square = (value.value * value.value).reshape(len(value.value), -1).sum(1)
+                found[name] = square.new_zeros(value.clients).index_add_(0, value.client, square).sqrt()
+            else:
+                found[name] = torch.linalg.vector_norm(value.reshape(len(value), -1), dim=1)
+        return found
 
     def bytes(self) -> int:
         """Size of everything in here that travelled: values, and 4 bytes for the id of each row."""
@@ -126,6 +165,8 @@ class Block:
     """[C] keys of the support and query halves, on the host"""
     sent: bool
     """the server has something for these clients"""
+    epochs: int
+    """local epochs that these clients finish"""
 
     def order(self, epoch: int, batch: int) -> Tensor:
         """[C, S] the order of samples in an epoch; padding stays at the end."""
@@ -163,17 +204,17 @@ def pad(values: np.ndarray, ptr: np.ndarray, which: np.ndarray, out: np.ndarray)
             out[c, i] = values[start + i]
 
 
-def blocks(samples: Samples, sent: np.ndarray, batch: int, block_rows: int) -> Iterator[np.ndarray]:
-    """Positions in the cohort in blocks of at most `block_rows` padded rows: those sent something apart, like sizes together."""
+def blocks(samples: Samples, kind: np.ndarray, batch: int, block_rows: int) -> Iterator[np.ndarray]:
+    """Positions in the cohort in blocks of at most `block_rows` padded rows: kinds apart, like sizes together."""
     size = np.maximum(samples.touched, 1)
-    order = np.lexsort((size, -(-samples.counts // batch), sent))
+    order = np.lexsort((size, -(-samples.counts // batch), kind))
     start = 0
     while start < len(order):
         stop = start + 1
         widest = size[order[start]]
         while (
             stop < len(order)
-            and sent[order[stop]] == sent[order[start]]
+            and kind[order[stop]] == kind[order[start]]
             and max(widest, size[order[stop]]) * (stop + 1 - start) <= block_rows
         ):
             widest = max(widest, size[order[stop]])
@@ -183,7 +224,14 @@ def blocks(samples: Samples, sent: np.ndarray, batch: int, block_rows: int) -> I
 
 
 def pack(
-    samples: Samples, position: np.ndarray, stream: np.ndarray, halves: np.ndarray, sent: bool, dtype: torch.dtype, device: str
+    samples: Samples,
+    position: np.ndarray,
+    stream: np.ndarray,
+    halves: np.ndarray,
+    sent: bool,
+    dtype: torch.dtype,
+    device: str,
+    epochs: int,
 ) -> Block:
     """One block's tensors, made on the host and moved once."""
     count, touched = samples.counts[position], samples.touched[position]
@@ -199,7 +247,7 @@ def pack(
         return torch.from_numpy(array).to(device)
 
     return Block(position, move(samples.clients[position]), move(rows), move(np.flatnonzero(real)), move(real), move(local), move(label),
-                 move(count), count, touched, stream[position], halves[position], sent)  # fmt: skip
+                 move(count), count, touched, stream[position], halves[position], sent, epochs)  # fmt: skip
 
 
 class Engine:
@@ -221,25 +269,32 @@ class Engine:
         self.block_rows = block_rows or rows_that_fit(algorithm.dim, device)
         self.step: Callable[..., Any] = torch.compile(step, dynamic=True) if compile else step
 
-    def run_cohort(self, server: Tensors, store: ClientStore, samples: Samples, when: int) -> Round:
-        """Every client of the cohort receives, trains and uploads; `store` is updated. Where a cohort runs is decided here alone."""
+    def run_cohort(self, server: Tensors, store: ClientStore, samples: Samples, when: int, epochs: np.ndarray | None = None) -> Round:
+        """Every client of the cohort receives, trains and uploads; `store` is updated. Where a cohort runs is decided here alone.
+
+        epochs [n]: how many local epochs each client finishes, if not all of them. Clients of a kind (as many epochs, sent something
+        or not) are trained together.
+        """
         answer = self.algorithm.answer(server)
         clients = torch.from_numpy(samples.clients).to(self.device)
         sent = sent_to(answer, clients)
         stream = keys(self.seed, when, "shuffle", samples.clients)
-        places = {some: self.places(samples.clients[sent == some], some, answer, store) for some in map(bool, np.unique(sent))}
+        epochs = np.full(len(clients), self.algorithm.local_epochs) if epochs is None else epochs
+        kind = 2 * epochs + sent
+        places = {some: self.places(samples.clients[kind == some], some % 2 == 1, answer, store) for some in map(int, np.unique(kind))}
         own_tables = any(name in store.tensors for name in self.algorithm.tables)
         if own_tables and sent.any():
             # before the cohort is cut: the last bits of a batched product depend on how many clients are in it
-            place = places[True]
-            if place and isinstance(place[0], fused.ElasticBCE):
-                fused.merge_in_place(place[0], place[1])
-            else:
+            plans = [place for some, place in places.items() if some % 2 and place]
+            elastic = [(plan, where) for plan, where in plans if isinstance(plan, fused.ElasticBCE)]
+            for plan, where in elastic:
+                fused.merge_in_place(plan, where)
+            if not elastic:
                 merge_whole_tables(self.algorithm, clients[torch.from_numpy(sent).to(self.device)], answer, store)
         if all(place and (own_tables or place[0].changes) for place in places.values()):
-            uploads, losses, updates = self.train_in_place(places, samples, sent, stream, store)
+            uploads, losses, updates = self.train_in_place(places, samples, kind, stream, store)
         else:
-            uploads, losses, updates = self.train_in_blocks(answer, samples, sent, when, store)
+            uploads, losses, updates = self.train_in_blocks(answer, samples, kind, when, store)
         return Round(uploads, losses, bytes_down(answer, int(sent.sum()), uploads.whole), updates)
 
     def places(self, clients: np.ndarray, sent: bool, answer: Answer, store: ClientStore) -> tuple[fused.DotBCE, fused.Clients] | None:
@@ -250,9 +305,9 @@ class Engine:
 
     def train_in_place(
         self,
-        places: dict[bool, tuple[fused.DotBCE, fused.Clients] | None],
+        places: dict[int, tuple[fused.DotBCE, fused.Clients] | None],
         samples: Samples,
-        sent: np.ndarray,
+        kind: np.ndarray,
         stream: np.ndarray,
         store: ClientStore,
     ) -> tuple[Uploads, Tensor, int]:
@@ -264,7 +319,7 @@ class Engine:
         for some, place in places.items():
             assert place is not None
             plan, clients = place
-            at = np.flatnonzero(sent == some)
+            at = np.flatnonzero(kind == some)
             layout = (
                 samples.ptr[at],
                 samples.counts[at],
@@ -275,7 +330,7 @@ class Engine:
                 samples.row,
             )
             losses[at], steps = fused.train_in_place(
-                plan, (stream[at], *layout), clients, a.local_epochs, a.samples_a_step, a.stop_below, change
+                plan, (stream[at], *layout), clients, some // 2, a.samples_a_step, a.stop_below, change
             )
             updates += int((steps * plan.trained(clients, samples.touched[at])).sum())
         if change is None:
@@ -285,13 +340,13 @@ class Engine:
         return self.uploads(samples, {plan.items: rows}), torch.from_numpy(losses), updates
 
     def train_in_blocks(
-        self, answer: Answer, samples: Samples, sent: np.ndarray, when: int, store: ClientStore
+        self, answer: Answer, samples: Samples, kind: np.ndarray, when: int, store: ClientStore
     ) -> tuple[Uploads, Tensor, int]:
         """The cohort in blocks of like clients, each of which receives, trains, keeps and uploads."""
         losses = torch.zeros(len(samples.clients), dtype=torch.float64)
         parts: list[tuple[Block, Tensors]] = []
         updates = 0
-        for block in self.packed(samples, sent, when, self.block_rows):
+        for block in self.packed(samples, kind, when, self.block_rows):
             loss, part, moved = self.run_block(block, answer, store)
             losses[block.position] = loss.double().cpu()
             parts.append((block, part))
@@ -299,17 +354,19 @@ class Engine:
         own_tables = any(name in store.tensors for name in self.algorithm.tables)
         return self.collect_own(store, samples) if own_tables else self.collect(parts, samples), losses, updates
 
-    def packed(self, samples: Samples, sent: np.ndarray, when: int, block_rows: int, purpose: str = "") -> Iterator[Block]:
-        """The cohort in blocks; `purpose` sets the randomness of another use apart."""
+    def packed(self, samples: Samples, kind: np.ndarray, when: int, block_rows: int, purpose: str = "") -> Iterator[Block]:
+        """The cohort in blocks of one kind (2·epochs + sent) each; `purpose` sets the randomness of another use apart."""
         stream, halves = (keys(self.seed, when, f"{name}{purpose}", samples.clients) for name in ("shuffle", "halves"))
-        for position in blocks(samples, sent, self.algorithm.samples_a_step, block_rows):
-            yield pack(samples, position, stream, halves, bool(sent[position[0]]), self.dtype, self.device)
+        for position in blocks(samples, kind, self.algorithm.samples_a_step, block_rows):
+            epochs, sent = divmod(int(kind[position[0]]), 2)
+            yield pack(samples, position, stream, halves, bool(sent), self.dtype, self.device, epochs)
 
     def reconstruct(self, server: Tensors, samples: Samples, when: int) -> Tensors:
         """name -> [U, ...]: the private part of clients that keep nothing, rebuilt by their first stage on all of these samples."""
         answer = self.algorithm.answer(server)
         rebuilt: Tensors = {}
-        for block in self.packed(samples, sent_to(answer, torch.from_numpy(samples.clients)), when, self.block_rows * WIDE, "/evaluation"):
+        kind = 2 * self.algorithm.local_epochs + sent_to(answer, torch.from_numpy(samples.clients).to(self.device))
+        for block in self.packed(samples, kind, when, self.block_rows * WIDE, "/evaluation"):
             sent = sent_rows(answer, block.clients, block.rows, self.algorithm.tables)
             held = vmapped(self.algorithm.receive, {}, sent)
             stage = self.algorithm.stages(sent)[0]._replace(part="all")
@@ -322,7 +379,7 @@ class Engine:
 
     def run_block(self, block: Block, answer: Answer, store: ClientStore) -> tuple[Tensor, Tensors, int]:
         """Receive (own tables are merged by now), train, keep; returns the losses [C] and what is uploaded of shared tables."""
-        algorithm = self.algorithm
+        algorithm = self.algorithm if block.epochs == self.algorithm.local_epochs else replace(self.algorithm, local_epochs=block.epochs)
         own_tables = [name for name in algorithm.tables if name in store.tensors]
         own = store.rows(block.clients, block.rows, algorithm.tables)
         sent = sent_rows(answer, block.clients, block.rows, algorithm.tables) if block.sent else {}
@@ -468,6 +525,11 @@ def rows_that_fit(dim: int, device: str) -> int:
 def host_type(dtype: torch.dtype) -> type:
     """The same kind of number in numpy."""
     return np.float64 if dtype == torch.float64 else np.float32
+
+
+def times(value: Tensor, factor: Tensor) -> Tensor:
+    """[n, ...], [n] -> [n, ...]"""
+    return value * factor.to(value.dtype).view(-1, *[1] * (value.dim() - 1))
 
 
 def trained_size(value: Tensor, table: bool, block: Block) -> np.ndarray:

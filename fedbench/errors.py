@@ -19,3 +19,11 @@ class DataError(FedbenchError):
     """Data cannot be had, or is not what it should be (exit 3)."""
 
     exit_code = 3
+
+
+class NotFinite(FedbenchError):
+    """A quantity that an algorithm needs finite is not; without the uploads that made it so the round may go on."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} is not finite: training diverged; lower the learning rate")
+        self.what = what

@@ -14,10 +14,20 @@ from fedbench.algorithm import Algorithm, Tensors, World
 from fedbench.central import Central, Pool
 from fedbench.draw import Draw
 from fedbench.engine import Engine, Round, Uploads
-from fedbench.errors import FedbenchError
+from fedbench.errors import FedbenchError, NotFinite
 from fedbench.evaluate import Evaluator
+from fedbench.failures import Failures
 from fedbench.split import TRAIN, Samples, Split, cohort_of, sample_round
 from fedbench.store import ClientStore
+
+COUNTED = ("dropped", "stragglers", "rejected")
+
+
+class Diverged(FedbenchError):
+    """A quantity is not finite any more, and no upload is to blame: there is no going on."""
+
+    def __init__(self, round_: int, what: str) -> None:
+        super().__init__(f"{what} is not finite in round {round_}: training diverged; lower the learning rate")
 
 
 @dataclass
@@ -39,10 +49,20 @@ class Federation:
     """what happens to the uploads on their way to the server, in order, after their bytes are counted"""
     rebuilt: tuple[Tensors, ClientStore] | None = None
     """a server, and what clients that keep nothing rebuilt to be evaluated with its answer; forgotten when the next round begins"""
+    failures: Failures = Failures()
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
+    """how often clients dropped out, finished less or had their upload rejected, so far"""
 
     @classmethod
     def start(
-        cls, algorithm: Algorithm, split: Split, seed: int, device: str = "cpu", dtype: torch.dtype = torch.float32, **engine: Any
+        cls,
+        algorithm: Algorithm,
+        split: Split,
+        seed: int,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        failures: Failures = Failures(),  # noqa: B008 (frozen)
+        **engine: Any,
     ) -> Federation:
         """Round 0: the server and all clients initialised."""
         world = world_of(split)
@@ -57,45 +77,86 @@ class Federation:
             Evaluator(algorithm, split, device, runs.kernels),
             seed,
             visits=np.zeros(split.clients, np.int64),
+            failures=failures,
         )
 
-    def samples(self, when: int) -> Samples:
-        """The cohort of a round and what it trains on."""
+    def chosen(self, when: int) -> np.ndarray:
+        """The clients that a round asks to take part."""
         a, trainers = self.algorithm, self.split.trainers
-        cohort = trainers[cohort_of(when, len(trainers), a.cohort(len(trainers)), a.sampling, self.seed)]
-        extra = a.extra(when)
+        return trainers[cohort_of(when, len(trainers), a.cohort(len(trainers)), a.sampling, self.seed)]
+
+    def samples(self, when: int, cohort: np.ndarray | None = None) -> Samples:
+        """What the chosen clients, or those given, train on in a round."""
+        cohort = self.chosen(when) if cohort is None else cohort
+        extra = self.algorithm.extra(when)
         return sample_round(self.split, cohort, extra.each, self.seed, when, extra.rating)
 
     def next_round(self) -> Round:
-        """One communication round; the uploads that come back are those that the server saw."""
+        """One communication round; the uploads that come back are those that the server saw.
+
+        If nobody answers it changes nothing but the number of rounds.
+        """
         self.round += 1
         self.rebuilt = None
-        a, engine = self.algorithm, self.engine
-        samples = self.samples(self.round)
+        a, engine, failures, now = self.algorithm, self.engine, self.failures, (self.seed, self.round)
+        chosen = self.chosen(self.round)
         if isinstance(a, Central):
-            return self.central_round(a, Pool.of(samples, self.seed, self.round, engine.dtype, engine.device))
-        result = engine.run_cohort(self.server, self.store, samples, self.round)
-        if not torch.isfinite(result.loss).all():
-            raise FedbenchError(f"the training loss is not finite in round {self.round}: training diverged; lower the learning rate")
+            return self.central_round(a, Pool.of(self.samples(self.round, chosen), *now, engine.dtype, engine.device))
+        cohort = failures.answering(chosen, *now)
+        self.counts["dropped"] += len(chosen) - len(cohort)
+        if not len(cohort):
+            return Round(Uploads(engine.world, torch.empty(0, dtype=torch.int64)), torch.empty(0), 0, 0)
+        epochs = failures.epochs(cohort, *now, a.local_epochs)
+        self.counts["stragglers"] += int((epochs < a.local_epochs).sum())
+        result = engine.run_cohort(self.server, self.store, self.samples(self.round, cohort), self.round, epochs)
+        lost = ~result.loss.isfinite()
+        if lost.any():
+            first = self.split.user_ids[cohort[int(lost.nonzero()[0])]]
+            raise Diverged(self.round, f"the training loss of {int(lost.sum())} of {len(cohort)} clients (the first is user {first})")
         self.bytes_up += result.uploads.bytes()
         uploads = result.uploads
         for hop in self.channel:
             uploads = hop(uploads)
-        uploads = uploads.sealed(self.seed, self.round)
-        self.server = a.aggregate(self.server, uploads, Draw(self.seed, self.round, None, engine.dtype, engine.device))
-        self.visits[samples.clients] += 1
+        taken = failures.screened(failures.damaged(uploads, *now))
+        self.counts["rejected"] += len(cohort) - len(taken.clients)
+        self.server, seen = self.aggregated(taken)
+        self.visits[cohort] += 1
         self.bytes_down += result.bytes_down
-        return replace(result, uploads=uploads)
+        return replace(result, uploads=seen)
 
     def central_round(self, algorithm: Central, pool: Pool) -> Round:
         """One pass over everybody's samples in one place: nobody is visited and nothing travels."""
         engine = self.engine
         draw = Draw(self.seed, self.round, None, engine.dtype, engine.device)
-        self.server, loss = algorithm.epoch(self.server, pool, draw, engine.kernels)
-        if not torch.isfinite(loss):
-            raise FedbenchError(f"the training loss is not finite in round {self.round}: training diverged; lower the learning rate")
+        server, loss = algorithm.epoch(self.server, pool, draw, engine.kernels)
+        try:
+            finite({"loss": loss, **server})
+        except NotFinite as error:
+            raise Diverged(self.round, error.what) from None
+        self.server = server
         nobody = Uploads(engine.world, torch.zeros(0, dtype=torch.int64))
         return Round(nobody, loss.reshape(1), bytes_down=0, updates=sum(value.numel() for value in self.server.values()))
+
+    def aggregated(self, uploads: Uploads) -> tuple[Tensors, Uploads]:
+        """The server after its step, and what it saw of the uploads.
+
+        Only if the step is not finite are uploads looked at one by one: a pass over all of them costs time. What is summed under masks
+        is looked at before, for a sum in fixed point cannot show it.
+        """
+        if not len(uploads.clients):
+            return self.server, uploads
+        sound = uploads.finite() if uploads.summed else None
+        if sound is None or sound.all():
+            sealed = uploads.sealed(self.seed, self.round)
+            try:
+                draw = Draw(self.seed, self.round, None, self.engine.dtype, self.engine.device)
+                return finite(self.algorithm.aggregate(self.server, sealed, draw)), sealed
+            except NotFinite as error:
+                sound = uploads.finite()
+                if sound.all():
+                    raise Diverged(self.round, error.what) from None
+        self.counts["rejected"] += int((~sound).sum())
+        return self.aggregated(uploads.only(sound))
 
     def state(self) -> Tensors:
         """What the server and all clients hold, by name; not copied."""
@@ -136,6 +197,14 @@ class Federation:
 
 def world_of(split: Split) -> World:
     return World(split.clients, split.items, split.rating_min, split.rating_max)
+
+
+def finite(server: Tensors) -> Tensors:
+    """The server's tensors, if their sums are finite."""
+    for name, value in server.items():
+        if not value.sum().isfinite():
+            raise NotFinite(f"the server's {name}")
+    return server
 
 
 def _of_shape(found: Tensor, expected: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-"""One process a run folder."""
+"""One process at a time: locks that the system lets go of however their process ends."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +14,13 @@ from fedbench.errors import UsageError
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Hold the folder (made if it is not there) for this process alone. The system lets go of it however the process ends."""
+    """Hold a run's folder (made if it is not there) for this process alone, or refuse."""
     path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = _take(path)
+    except BlockingIOError as error:
+        raise UsageError(f"--out {folder} is in use by {error}; wait for it or choose another folder") from None
     except (FileExistsError, NotADirectoryError):
         raise UsageError(f"--out {folder} is a file or below one; choose a folder") from None
     except OSError as error:
@@ -25,12 +28,30 @@ def claimed(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
-        os.close(handle)
+        _release(path, handle)
+
+
+@contextmanager
+def alone(path: Path, patience: float) -> Iterator[None]:
+    """Wait until no other process holds the lock, or until so many seconds have passed."""
+    deadline = time.monotonic() + patience
+    handle = None
+    while handle is None:
+        try:
+            handle = _take(path)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            _release(path, handle)
 
 
 def _take(path: Path) -> int:
-    """The open and locked file. Its pid is for the message that the next process prints."""
+    """The open and locked file; BlockingIOError names the process that holds it."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -43,9 +64,13 @@ def _take(path: Path) -> int:
         except (BlockingIOError, PermissionError):
             pid = os.read(handle, 20).decode(errors="replace").strip()
             os.close(handle)
-            who = f"process {pid}" if pid else "another process"
-            raise UsageError(f"--out {path.parent} is in use by {who}; wait for it or choose another folder") from None
+            raise BlockingIOError(f"process {pid}" if pid else "another process") from None
         except OSError:
             os.close(handle)
             raise
         os.close(handle)
+
+
+def _release(path: Path, handle: int) -> None:
+    path.unlink(missing_ok=True)
+    os.close(handle)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from fedbench.errors import FedbenchError, UsageError
+from fedbench.lock import alone
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -131,15 +132,17 @@ def main() -> None:
     words: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_listen, args=(words,), daemon=True).start()
     try:
-        copy = Copy(order)
-        say(run_id=copy.run_id, link=copy.link)
-        word: dict[str, Any] = {}
-        while not word:
-            try:
-                word = words.get(timeout=order["every"])
-            except queue.Empty:
-                copy.flush()
-        copy.end(**word)
+        # the copy of a run that was killed may still be sending what the run that goes on would send again
+        with alone(Path(order["out"]) / ".mlflow-lock", patience=60):
+            copy = Copy(order)
+            say(run_id=copy.run_id, link=copy.link)
+            word: dict[str, Any] = {}
+            while not word:
+                try:
+                    word = words.get(timeout=order["every"])
+                except queue.Empty:
+                    copy.flush()
+            copy.end(**word)
     except Exception as error:
         say(failure=one_line(error))
 

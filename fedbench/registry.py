@@ -15,7 +15,7 @@ import pkgutil
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -148,12 +148,27 @@ def _add_algorithm(name: str, cls: type[Algorithm], summary: str) -> None:
     _check_name(name)
     if not (isinstance(cls, type) and issubclass(cls, Algorithm)):
         raise TypeError(f"{cls!r} is not a subclass of fedbench.algorithm.Algorithm")
+    _check_facts(cls)
     own = {key for key, kind in vars(cls).get("__annotations__", {}).items() if "ClassVar" not in str(kind)}
     if own and "__dataclass_fields__" not in vars(cls):
         raise TypeError(f"{cls.__qualname__} has fields but is not a dataclass; put @dataclass(frozen=True) above it")
     _refuse_twice("algorithm", name, cls, _algorithms.get(name))
     cls.name, cls.summary = name, summary
     _algorithms[name] = cls
+
+
+def _check_facts(cls: type[Algorithm]) -> None:
+    """What a class says of itself is read by others, who rely on its form."""
+    if not _are_words(cls.tables):
+        raise TypeError(f"{cls.__qualname__}.tables must be a tuple of names, not {cls.tables!r}")
+    if not isinstance(cls.published, Mapping) or not _are_words(tuple(cls.published)):
+        raise TypeError(f"{cls.__qualname__}.published must be a dict from names of fields to values, not {cls.published!r}")
+    if not isinstance(cls.choices, Mapping) or not all(map(_are_words, (tuple(cls.choices), *cls.choices.values()))):
+        raise TypeError(f"{cls.__qualname__}.choices must be a dict from names of fields to tuples of words, not {cls.choices!r}")
+
+
+def _are_words(things: object) -> bool:
+    return isinstance(things, tuple | list) and all(isinstance(thing, str) for thing in things)
 
 
 def _add_dataset(entry: Dataset) -> None:
@@ -268,10 +283,10 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses and inspect look there
     try:
         spec.loader.exec_module(module)
-    except UsageError:
+    except (UsageError, KeyboardInterrupt):
         del sys.modules[name]
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         del sys.modules[name]
         raise UsageError(f"--algo {path}: cannot be imported: {_one_line(error)}") from error
     return module

@@ -29,7 +29,7 @@ from fedbench.evaluate import (
     rating_spread,
     spread,
 )
-from fedbench.federation import Federation
+from fedbench.federation import COUNTED, Federation
 from fedbench.protocol import Protocol
 from fedbench.significance import bootstrap, bounds
 from fedbench.split import Split
@@ -73,6 +73,7 @@ def summarise(
         "bytes_down": federation.bytes_down,
         "client_visits": int(federation.visits.sum()),
         "clients_never_seen": int((federation.visits[parts.trainers] == 0).sum()),
+        **federation.counts,
         "seconds_per_round": float(np.median([line["seconds"] for line in lines])) if lines else 0.0,
         "peak_rss_mb": peak_rss_mb(),
         "device": device,
@@ -164,6 +165,8 @@ def final_table(summary: dict[str, Any], parts: Split) -> str:
         lines.append(f"{name:<{width}}" + "".join(f"{metrics[column]:>14.4f}" for column in columns))
     lines.append(f"{summary['seconds_per_round']:.2f} s a round, {human(summary['bytes_up'])} up, {human(summary['bytes_down'])} down, "
                  f"{summary['client_visits']:,} client visits")  # fmt: skip
+    if any(summary[name] for name in COUNTED):
+        lines.append(", ".join(f"{summary[name]:,} {name}" for name in COUNTED) + " (clients, over all rounds)")
     return "\n".join([*lines, *(f"! {note}" for note in summary["notes"])])
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -28,7 +29,7 @@ from fedbench.data import Interactions
 from fedbench.errors import FedbenchError, UsageError
 from fedbench.evaluate import metrics_of
 from fedbench.exposure import exposure
-from fedbench.federation import Federation, world_of
+from fedbench.federation import Diverged, Federation, world_of
 from fedbench.lock import claimed
 from fedbench.protocol import Protocol
 from fedbench.results import Best, final_table, human, mean_table, over_runs, peak_rss_mb, per_client, refit_summary, summarise
@@ -111,19 +112,26 @@ def carry_out(
         describe(dataset, parts, config, device, out)
         dtype = torch.float64 if config.dtype == "float64" else torch.float32
         how: dict[str, Any] = {"kernel": config.kernel, "block_rows": config.block_rows, "compile": config.compile}
-        federation = Federation.start(config.algorithm, parts, config.seed, device, dtype, **how)
+        start = partial(Federation.start, config.algorithm, seed=config.seed, device=device, dtype=dtype, failures=config.failures, **how)
+        federation = start(split=parts)
         best = Best()
         if state:
             restore(state, federation, best)
         elif resume:
             log.warning("no checkpoint of the run in %s; it begins again", out)
-        train(federation, best, run_log, config, out)
+        try:
+            train(federation, best, run_log, config, out)
+        except Diverged:
+            federation.store.tensors.clear()  # two of them need not fit in memory
+            if config.checkpoint_every != "never":
+                save_again(out, start(split=parts), federation.round - 1, best, config)
+            raise
         summary = summarise(config, dataset, federation, best, mirror.read_lines(out / "metrics.jsonl"), device)
         refitted = None
         if config.refit:
             save(out, federation, best, config)
             del federation  # two of them need not fit in memory
-            federation = Federation.start(config.algorithm, parts.with_validation_in_training(), config.seed, device, dtype, **how)
+            federation = start(split=parts.with_validation_in_training())
             refitted = refit(federation, best.round, run_log, config, out)
             summary |= {"refit": refit_summary(best.round, refitted), "peak_rss_mb": peak_rss_mb()}
         keep_model(out, federation, best, config)
@@ -158,7 +166,7 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
         best.state = copied(federation.state())
     parts, on = federation.split, federation.split.protocol.select_on
     name, shown = ("rmse", "RMSE") if parts.held else ("hr_10", "HR@10")
-    spent = federation.spent(unit)
+    spent, counts = federation.spent(unit), dict(federation.counts)
     bar = tqdm(
         total=limit, initial=spent, desc=config.algo, unit=unit[:-1], unit_scale=unit == "bytes", disable=config.quiet, dynamic_ncols=True
     )
@@ -167,7 +175,7 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
             started = time.perf_counter()
             result = federation.next_round()
             before, spent = spent, federation.spent(unit)
-            if spent == 0:
+            if spent == 0 and len(result.loss):
                 raise UsageError(f"--budget {unit}: {config.algo} uses none, so no budget would end it; use --rounds")
             line: dict[str, float] = {"round": federation.round}
             if result.updates:
@@ -193,6 +201,8 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
             line["seconds"] = time.perf_counter() - started
             line |= {"bytes_up": federation.bytes_up, "bytes_down": federation.bytes_down}
             line |= {"client_visits": int(federation.visits.sum())}
+            line |= counted(federation, counts)
+            counts = dict(federation.counts)
             run_log.round(line)
             bar.update(min(spent, limit) - before)
             if interrupted():
@@ -203,6 +213,12 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
                 started = time.perf_counter()
                 save(out, federation, best, config)
                 cadence.saved(time.perf_counter() - started)
+
+
+def counted(federation: Federation, before: dict[str, int]) -> dict[str, int]:
+    """How many clients failed in this round, in which way; nothing if none could and none did."""
+    now = {name: total - before[name] for name, total in federation.counts.items()}
+    return now if federation.failures.happen() or any(now.values()) else {}
 
 
 def refit(federation: Federation, rounds: int, run_log: RunLog, config: RunConfig, out: Path) -> dict[str, np.ndarray]:
@@ -364,10 +380,22 @@ def save(out: Path, federation: Federation, best: Best, config: RunConfig) -> No
     facts = state_facts(federation, config) | {
         "bytes_up": federation.bytes_up,
         "bytes_down": federation.bytes_down,
+        "counts": federation.counts,
         "best_round": best.round,
         "best_score": best.score,
     }
     checkpoint.save_round(out, federation.round, facts, tensors)
+
+
+def save_again(out: Path, federation: Federation, round_: int, best: Best, config: RunConfig) -> None:
+    """The last good state, which the round that diverged has overwritten: made again from the last checkpoint, or from the start."""
+    if state := checkpoint.newest(out):
+        restore(state, federation, Best())
+    while federation.round < round_:
+        federation.next_round()
+    if round_:
+        save(out, federation, best, config)
+        log.warning("the state after round %d, the last good one, is in %s", round_, out / checkpoint.FOLDER)
 
 
 def state_facts(federation: Federation, config: RunConfig) -> dict[str, Any]:
@@ -389,6 +417,7 @@ def restore(state: checkpoint.State, federation: Federation, best: Best) -> None
         tensors = state.tensors(federation.engine.device)
         federation.set_state(tensors)
         federation.round, federation.bytes_up, federation.bytes_down = facts["round"], facts["bytes_up"], facts["bytes_down"]
+        federation.counts = dict(facts["counts"])
         federation.visits = tensors["visits"].cpu().numpy().copy()
         best.round, best.score = facts["best_round"], facts["best_score"]
         best.outcome = {name: value.cpu().numpy() for name, value in beginning(tensors, "best/").items()}

@@ -7,6 +7,7 @@ It takes the algorithm's own functions for one client and the same randomness, s
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,7 +28,14 @@ def make_optimizer(phase: Phase, held: Tensors) -> torch.optim.Optimizer:
 
 
 def run_cohort(
-    algorithm: Algorithm, world: World, server: Tensors, kept: Tensors, samples: Samples, seed: int, when: int
+    algorithm: Algorithm,
+    world: World,
+    server: Tensors,
+    kept: Tensors,
+    samples: Samples,
+    seed: int,
+    when: int,
+    epochs: np.ndarray | None = None,
 ) -> tuple[Uploads, list[float]]:
     """One round. `kept` (name -> [U, ...]) is updated in place; returns the uploads and each client's running mean loss."""
     answer = algorithm.answer(server)
@@ -37,7 +45,8 @@ def run_cohort(
         rows = torch.from_numpy(samples.row[samples.row_ptr[c] : samples.row_ptr[c + 1]].astype(np.int64))
         local = torch.from_numpy(samples.local[samples.ptr[c] : samples.ptr[c + 1]].astype(np.int64))
         label = torch.from_numpy(samples.label[samples.ptr[c] : samples.ptr[c + 1]])
-        one, loss = run_client(algorithm, answer, kept, int(client), rows, local, label, stream[c : c + 1], halves[c : c + 1])
+        mine = algorithm if epochs is None else replace(algorithm, local_epochs=int(epochs[c]))
+        one, loss = run_client(mine, answer, kept, int(client), rows, local, label, stream[c : c + 1], halves[c : c + 1])
         uploaded.append((rows, one))
         losses.append(loss)
     return stack(algorithm, world, kept, samples, uploaded), losses

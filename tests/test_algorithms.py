@@ -31,6 +31,7 @@ from fedbench.draw import Draw
 from fedbench.engine import Engine, Uploads, sent_whole
 from fedbench.errors import UsageError
 from fedbench.evaluate import metrics_of
+from fedbench.failures import Failures
 from fedbench.federation import Federation, world_of
 from fedbench.results import Best
 from fedbench.split import Samples, Split, cohort_of, sample_round
@@ -228,6 +229,26 @@ class AlgorithmTests:
         assert_same(fresh.store.tensors, steady.store.tensors, 0)
         assert_same(fresh.server, steady.server, 0)
         assert_same({"loss": found.loss, **flat(found.uploads)}, {"loss": expected.loss, **flat(expected.uploads)}, 0)
+
+    def test_a_round_that_nobody_answers_changes_nothing(self, algorithm: Algorithm) -> None:
+        federation = Federation.start(algorithm, small_split(), SEED)
+        federation.next_round()
+        before = {name: value.clone() for name, value in federation.state().items()}
+        facts = federation.bytes_up, federation.bytes_down, federation.visits.tolist()
+        federation.failures = Failures(dropout=1.0)
+        result = federation.next_round()
+        assert_same(federation.state(), before, 0)
+        assert (federation.bytes_up, federation.bytes_down, federation.visits.tolist()) == facts
+        assert federation.round == 2 and result.updates == 0 and federation.counts["dropped"] == 17
+
+    def test_failures_leave_everything_finite(self, algorithm: Algorithm, kernel: str) -> None:
+        federation = Federation.start(algorithm, small_split(), SEED, failures=Failures(0.3, 0.4, 0.4), kernel=kernel)
+        for _ in range(ROUNDS):
+            assert federation.next_round().loss.isfinite().all()
+        for name, tensor in federation.state().items():
+            assert tensor.isfinite().all(), name
+        assert federation.counts["dropped"] + federation.visits.sum() == ROUNDS * 17
+        assert federation.counts["rejected"] > 0 or not federation.bytes_up
 
     def test_block_size_does_not_matter(self, algorithm: Algorithm, kernel: str) -> None:
         metrics, traces = [], []

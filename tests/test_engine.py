@@ -75,7 +75,7 @@ def one_block(algorithm: Algorithm, device: str = "cpu") -> tuple[Engine, Block,
     world = World(parts.clients, parts.items)
     samples = without_samples(sample_round(parts, np.arange(parts.clients), algorithm.negatives, 0, 1), 4)
     stream, halves = keys(0, 1, "shuffle", samples.clients), keys(0, 1, "halves", samples.clients)
-    block = pack(samples, np.arange(12), stream, halves, True, torch.float32, device)
+    block = pack(samples, np.arange(12), stream, halves, True, torch.float32, device, algorithm.local_epochs)
     draw = Draw(0, device=device)
     own = {
         name: value[block.clients[:, None], block.rows] if name in algorithm.tables else value[block.clients]
@@ -184,7 +184,7 @@ def test_pack_keeps_every_sample_and_marks_the_padding() -> None:
     parts = small_split()
     samples = without_samples(sample_round(parts, np.arange(6), 4, 0, 1), 2)
     stream, halves = keys(0, 1, "shuffle", samples.clients), keys(0, 1, "halves", samples.clients)
-    block = pack(samples, np.arange(6), stream, halves, False, torch.float64, "cpu")
+    block = pack(samples, np.arange(6), stream, halves, False, torch.float64, "cpu", 1)
     flat = block.rows.reshape(-1)[block.valid].numpy()
     assert (flat == samples.row).all()
     for c in range(6):

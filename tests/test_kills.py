@@ -1,0 +1,157 @@
+"""Runs that are killed at random moments, also while a checkpoint is being written, and gone on with: all equal the undisturbed run.
+
+Few here; `FEDBENCH_KILLS=20 python -m pytest tests/test_kills.py` kills 20 runs of each algorithm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from functools import cache
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedbench import checkpoint, cli
+from fedbench.engine import Round
+from fedbench.federation import Federation
+from tests.test_run import lines_of, result, summary_of
+
+RUNS = int(os.environ.get("FEDBENCH_KILLS", "1"))
+"""killed runs of each algorithm"""
+ROUNDS = 12
+DATA = "--dataset synthetic --users 60 --items 150 --interactions 12"
+COMMON = f"{DATA} --rounds {ROUNDS} --dim 8 --threads 1 --checkpoint-every 2 --quiet --dropout 0.2"
+ALGORITHMS = {
+    "fedmf": "--algo fedmf",
+    "fedem": "--algo fedem --adapter 16,8,1 -e 2 -n 40",
+    "fedavg_ncf": "--algo fedavg_ncf --layers 16,8 -n 40 -e 1",
+}
+PATIENCE = 300
+"""seconds after which something hangs"""
+
+
+def train(words: list[str], folder: str) -> None:
+    """A process's whole life. Checkpoints are slow to write, so that a kill often meets one half-written.
+
+    With MLflow, which takes long to import, a run waits in mid-course until its copy has begun.
+    """
+    os.chdir(folder)
+    os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
+    sync = checkpoint._sync
+
+    def slow(path: Path) -> None:
+        time.sleep(0.01)
+        sync(path)
+
+    checkpoint._sync = slow
+    next_round = Federation.next_round
+
+    def waiting(self: Federation) -> Round:
+        while self.round == ROUNDS // 2 and "--no-mlflow" not in words and not has_copy(Path(words[-1])):
+            time.sleep(0.01)
+        return next_round(self)
+
+    Federation.next_round = waiting  # type: ignore[method-assign]
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(cli.main(words))
+
+
+def has_copy(out: Path) -> bool:
+    return "mlflow_run_id" in json.loads((out / "env.json").read_text())
+
+
+def started(words: str, out: Path) -> BaseProcess:
+    """A process of its own, forked from one that has imported everything and done nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.test_kills"])
+    process = context.Process(target=train, args=([*words.split(), "--out", str(out)], str(out.parent)))
+    process.start()
+    return process
+
+
+def rounds_done(out: Path) -> int:
+    metrics = out / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def finish(words: str, out: Path) -> None:
+    process = started(words, out)
+    process.join(PATIENCE)
+    assert process.exitcode == 0
+
+
+def kill_somewhere(process: BaseProcess, out: Path, chance: random.Random) -> bool:
+    """SIGKILL after a random round and then some, or while the next checkpoint is written; False if the run was done before."""
+    after, in_checkpoint, more = chance.randrange(-1, ROUNDS), chance.random() < 0.5, chance.uniform(0, 0.03)
+    deadline = time.monotonic() + PATIENCE
+    while process.is_alive() and rounds_done(out) < after:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    while in_checkpoint and process.is_alive() and not list((out / "checkpoint").glob("*.part")):
+        assert time.monotonic() < deadline
+    time.sleep(0 if in_checkpoint else more)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(PATIENCE)
+    return process.exitcode == -signal.SIGKILL
+
+
+def outcome(out: Path) -> dict[str, Any]:
+    """All that a run leaves behind, the time that it took aside."""
+    lines = [{key: value for key, value in line.items() if key != "seconds"} for line in lines_of(out)]
+    ranks = hashlib.sha256((out / "per_client.parquet").read_bytes()).hexdigest()
+    model = hashlib.sha256((out / "checkpoint" / "model.safetensors").read_bytes()).hexdigest()
+    files = sorted(str(path.relative_to(out)) for path in out.rglob("*"))
+    return {"lines": lines, "summary": result(summary_of(out)), "ranks": ranks, "model": model, "files": files}
+
+
+@cache
+def undisturbed(algo: str, folder: Path) -> dict[str, Any]:
+    finish(f"{ALGORITHMS[algo]} {COMMON} --no-mlflow", folder / algo)
+    return outcome(folder / algo)
+
+
+@pytest.mark.parametrize("run", range(RUNS))
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_a_killed_run_equals_the_undisturbed_one(algo: str, run: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    words, out = f"{ALGORITHMS[algo]} {COMMON} --no-mlflow", tmp_path / "r"
+    chance = random.Random(f"{algo}/{run}")
+    kills = sum(kill_somewhere(started(words, out), out, chance) for _ in range(chance.choice([1, 2, 3]) if RUNS > 1 else 2))
+    if not (out / "summary.json").exists():
+        finish(words, out)
+    elif any((out / "checkpoint").glob("round-*")):
+        return  # killed between its summary and its last breath: it is finished, what is left over does no harm
+    expected = undisturbed(algo, tmp_path_factory.getbasetemp())
+    assert outcome(out) == expected, f"killed {kills} times"
+
+
+def test_mlflow_has_every_point_once(tmp_path: Path) -> None:
+    words, out = f"{ALGORITHMS['fedmf']} {COMMON} --experiment kills", tmp_path / "r"
+    process = started(words, out)
+    deadline = time.monotonic() + PATIENCE
+    while process.is_alive() and rounds_done(out) < ROUNDS - 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(PATIENCE)
+    assert not (out / "summary.json").exists() and checkpoint.rounds(out)
+    finish(words, out)
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("kills")
+    (mirrored,) = client.search_runs([experiment.experiment_id])
+    assert mirrored.info.status == "FINISHED"
+    for key in ("test/hr_10", "loss", "dropped"):
+        points = sorted((point.step, point.value) for point in client.get_metric_history(mirrored.info.run_id, key))
+        assert points == [(line["round"], line[key]) for line in lines_of(out)], key
