@@ -416,10 +416,10 @@ def restore(state: checkpoint.State, federation: Federation, best: Best) -> None
     try:
         tensors = state.tensors(federation.engine.device)
         federation.set_state(tensors)
-        federation.round, federation.bytes_up, federation.bytes_down = facts["round"], facts["bytes_up"], facts["bytes_down"]
+        federation.round, federation.bytes_up, federation.bytes_down = (int(facts[key]) for key in ("round", "bytes_up", "bytes_down"))
         federation.counts = dict(facts["counts"])
         federation.visits = tensors["visits"].cpu().numpy().copy()
-        best.round, best.score = facts["best_round"], facts["best_score"]
+        best.round, best.score = int(facts["best_round"]), float(facts["best_score"])
         best.outcome = {name: value.cpu().numpy() for name, value in beginning(tensors, "best/").items()}
         best.state = beginning(tensors, "best_state/")
     except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:

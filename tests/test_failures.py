@@ -232,6 +232,9 @@ class Overflowing(FedMF):
         change = held["items"] - sent["items"]
         return {"items": torch.where(samples == samples.new_tensor(BUSIEST), change * math.inf, change)}
 
+    def fused(self, sent: bool) -> None:
+        """None: FedMF's kernel makes FedMF's upload."""
+
 
 COUNTS = small_split().train_counts * 5
 BUSIEST = float(COUNTS.max())

@@ -262,8 +262,8 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path, capsys: py
 
 
 def interrupting(monkeypatch: pytest.MonkeyPatch, when: int, signals: int = 1) -> None:
-    """Ctrl-C in the middle of a round, after its first block."""
-    run_block, train_round = Engine.run_block, run.Federation.next_round
+    """Ctrl-C in the middle of a round: the clients have trained, the server has not moved."""
+    run_cohort, train_round = Engine.run_cohort, run.Federation.next_round
     now = [0]
 
     def counted(self: run.Federation) -> Any:
@@ -271,7 +271,7 @@ def interrupting(monkeypatch: pytest.MonkeyPatch, when: int, signals: int = 1) -
         return train_round(self)
 
     def pressed(self: Engine, *arguments: Any) -> Any:
-        done = run_block(self, *arguments)
+        done = run_cohort(self, *arguments)
         if now[0] == when:
             now[0] = -100
             for _ in range(signals):
@@ -279,7 +279,7 @@ def interrupting(monkeypatch: pytest.MonkeyPatch, when: int, signals: int = 1) -
         return done
 
     monkeypatch.setattr(run.Federation, "next_round", counted)
-    monkeypatch.setattr(Engine, "run_block", pressed)
+    monkeypatch.setattr(Engine, "run_cohort", pressed)
 
 
 @pytest.mark.parametrize("algo", [FEDMF, FEDEM])
