@@ -227,11 +227,11 @@ def estimate(progress: Progress) -> dict[str, float]:
     out = {}
     for key in progress.keys("waiting", "running", "failed"):
         like = [other for other in known if kind(points[other]) == kind(points[key])]
-        if like:
+        if len({work(points[other]) for other in like}) > 2:
             fit, _ = nnls(np.array([work(points[other]) for other in like]), np.array([known[other] for other in like]))
             out[key] = float(np.dot(fit, work(points[key])))
-        else:
-            out[key] = float(np.mean(list(known.values()))) if known else 0.0
+        else:  # too few to tell what the time grows with
+            out[key] = float(np.mean([known[other] for other in like or known])) if known else 0.0
     return out
 
 
