@@ -430,6 +430,9 @@ def leak_section(clean: Sequence[tuple[Board, list[Row]]], leaky: Sequence[tuple
         others = [(other, theirs) for other, theirs in leaky if other.dataset == board.dataset]
         if others:
             warned.append(f"{board.dataset}: rows marked LEAKY are inflated; they are here to show by how much")
+            warned += [
+                text for other, theirs in others for row in theirs if row.method.algo in CANARIES for text in beats_chance(other, row)
+            ]
             tables.append(leak_table(board, rows, others))
             pictures.append(leak_figure(board, [(board, rows), *others]))
     return Section("Leak gap", "How much of a number is the leak.", True, warned, tables=tables, figures=pictures)

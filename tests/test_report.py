@@ -212,12 +212,14 @@ def test_two_fingerprints_are_refused_by_name(runs: Path, tmp_path: Path, capsys
 
 def test_the_leak_gap_is_a_section_of_its_own(runs: Path, tmp_path: Path) -> None:
     leaky = write_run(tmp_path / "leaky", "good", 0, 9, protocol="published")
-    assert report(runs, leaky, "--leak-gap", "--out", tmp_path / "r") == 0
+    control = write_run(tmp_path / "control", "local", 0, 6, protocol="published")
+    assert report(runs, leaky, control, "--leak-gap", "--out", tmp_path / "r") == 0
     (board,) = facts(tmp_path / "r")["boards"]
     assert [row["method"] for row in board["methods"]] == ["good", "poor"] and not board["leaky"]
     before, after = Page(tmp_path / "r" / "report.html").text.split("How much of a number is the leak")
     clean = ndcg(runs / "good").mean()
     own = json.loads((leaky / "summary.json").read_text())["test"]["ndcg_10"]
+    assert "local cannot know the held-out item, and yet it beats chance" in after and "no clean run" in after
     assert "LEAKY" in after and f"{own - clean:+.4f}" in after and f"{own:.4f}" not in before
     assert (tmp_path / "r" / "figures" / "toy-leak-gap.png").exists()
 
