@@ -100,7 +100,7 @@ def test_flags_exist(page: Path, folder: Path) -> None:
     known |= {"--config", "--list", "--print-config", "--help", *sweep.own_options()}
     known |= {option for action in report.parser()._actions for option in action.option_strings}
     text = re.sub(rf"^(?:{OTHERS}) .*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text))
     assert named <= known
 
 

@@ -114,7 +114,10 @@ def answer(words: list[str], main: Any = cli.main) -> tuple[int, str]:
 # ---- words and values ------------------------------------------------------------------------------------------------------
 
 ALGORITHMS = ("fedem", "fedmf", "fedavg_ncf", "local", "popularity", "random")
-KEYS = sorted({flag.key for name in ALGORITHMS for group in config.flag_groups(registry.algorithm(name)).values() for flag in group})
+KEYS = sorted(
+    {flag.key for name in ALGORITHMS for group in config.flag_groups(registry.algorithm(name)).values() for flag in group} - {"debug"}
+)
+"""--debug asks for a traceback"""
 odd_text = st.text(max_size=12) | st.sampled_from(
     ["", " ", "-", "--", "\0", "nan", "inf", "-0", "1e999", "../..", "~", "~root", "/", "²", "٣"]
 )
