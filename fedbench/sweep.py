@@ -132,10 +132,10 @@ def carry_out(what: Study, options: argparse.Namespace, argv: Sequence[str]) -> 
             parent.tidy(*progress.folders())
         try:
             ran = run_missing(progress, options, parent)
-        except KeyboardInterrupt:
+        except BaseException as error:
             progress.stop()
             if parent:
-                parent.finish("KILLED", {}, {}, [])
+                parent.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED", {}, {}, [])
             raise
         return conclude(progress, parent, argv, ran)
 
@@ -182,14 +182,15 @@ class Progress:
     def write(self) -> None:
         what = self.what
         common = [item for item in what.grids[0].fixed.items() if all(item in grid.fixed.items() for grid in what.grids)]
-        first = next(iter(what.points.values())).config
+        units = {point.config.budget for point in what.points.values()}
+        limits = {point.config.limit for point in what.points.values()}
         told = {
             "name": what.name,
             "hash": what.hash8(),
             "about": what.about,
             "axes": what.axes,
             "fixed": dict(common),
-            "budget": {"what": first.budget, "value": first.limit},
+            "budget": {"what": units.pop() if len(units) == 1 else None, "value": limits.pop() if len(limits) == 1 else None},
             "grids": [{"name": grid.name, "axes": grid.axes, "fixed": grid.fixed, "points": list(grid.keys)} for grid in what.grids],
             "points": list(self.entries.values()),
         }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedbench import pool, run, study, sweep
+from fedbench import pool, registry, run, study, sweep
 from fedbench.config import resolve
 from fedbench.errors import UsageError
 
@@ -155,6 +155,11 @@ def test_a_wrong_study_is_one_error(tmp_path: Path, text: str, says: str) -> Non
 def test_the_sweeps_hash_is_that_of_its_points() -> None:
     one, other = (study.read(f"{FEDMF} {words}".split()) for words in ("-n 10 20 -e 1 3", "-e 3 1 -n 20 10"))
     assert one.hash8() == other.hash8() != study.read(f"{FEDMF} -n 10 20 -e 1 2".split()).hash8()
+
+
+def test_the_study_of_protocols_has_every_algorithm() -> None:
+    found = study.read([], ROOT / "sweeps" / "protocols.toml")
+    assert {point.config.algo for point in found.points.values()} == set(registry.algorithms())
 
 
 @pytest.mark.parametrize("file", STUDIES, ids=[file.stem for file in STUDIES])
