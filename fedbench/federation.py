@@ -110,11 +110,12 @@ class Federation:
         self.counts["stragglers"] += int((epochs < a.local_epochs).sum())
         result = engine.run_cohort(self.server, self.store, self.samples(self.round, cohort), self.round, epochs)
         lost = ~result.loss.isfinite()
-        if lost.any():
+        if lost.all() or (lost.any() and not a.reconstructs):
             first = self.split.user_ids[cohort[int(lost.nonzero()[0])]]
             raise Diverged(self.round, f"the training loss of {int(lost.sum())} of {len(cohort)} clients (the first is user {first})")
-        self.bytes_up += result.uploads.bytes()
-        uploads = result.uploads
+        # a client that keeps nothing carries no damage on: it sends nothing this time
+        uploads = result.uploads.only(~lost) if lost.any() else result.uploads
+        self.bytes_up += uploads.bytes()
         for hop in self.channel:
             uploads = hop(uploads)
         taken = failures.screened(failures.damaged(uploads, *now))
@@ -122,7 +123,7 @@ class Federation:
         self.server, seen = self.aggregated(taken)
         self.visits[cohort] += 1
         self.bytes_down += result.bytes_down
-        return replace(result, uploads=seen)
+        return replace(result, uploads=seen, loss=result.loss[~lost])
 
     def central_round(self, algorithm: Central, pool: Pool) -> Round:
         """One pass over everybody's samples in one place: nobody is visited and nothing travels."""

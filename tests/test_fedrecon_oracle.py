@@ -115,6 +115,24 @@ def test_what_evaluation_rebuilt_is_forgotten() -> None:
     assert federation.rebuilt is None and user() is None
 
 
+def test_a_client_that_diverges_is_dropped_and_counted() -> None:
+    """One client's labels make its SGD overflow: it sends nothing, is counted, and the others' step is as if it were not there."""
+    algorithm = FedRecon(**{**FedRecon.published, "dim": 6, "clients_per_round": None, "negatives": 4})
+    split = small_split()
+    sound, broken = (Federation.start(algorithm, split, SEED) for _ in range(2))
+    everybody = broken.samples(1, np.arange(split.clients))
+    labels = everybody.label.copy()
+    labels[everybody.ptr[5] : everybody.ptr[6]] *= np.float32(3e38)
+    broken.samples = lambda when, cohort: dataclasses.replace(everybody, label=labels)  # type: ignore[method-assign]
+    result = broken.next_round()
+    assert broken.counts["rejected"] == 1 and 5 not in result.uploads.clients.tolist()
+    assert result.loss.isfinite().all() and len(result.loss) == split.clients - 1
+    sound.chosen = lambda when: np.delete(np.arange(split.clients), 5)  # type: ignore[method-assign]
+    sound.next_round()
+    assert torch.equal(broken.server["items"], sound.server["items"])
+    assert broken.bytes_up == sound.bytes_up
+
+
 def test_rebuilding_by_sgd_draws_its_own_negatives(monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm = FedRecon(**{**FedRecon.published, "dim": 6, "clients_per_round": 15, "negatives": 4})
     federation = Federation.start(algorithm, small_split(), SEED)
