@@ -2,7 +2,8 @@
 
 The server guesses by one number an item: how far the row moved that the client sent; a row that it did not send comes last. Where a
 client sends a whole table of its own, it is the distance of its row from the mean row of the clients looked at. The area under the ROC
-curve of that guess is 1 if the upload gives all away, .5 if it gives nothing away.
+curve of that guess is 1 if the upload gives all away, .5 if it gives nothing away. Beside it stands the same for a server that looks at
+the rows' ids alone and not at their values.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MOST_CLIENTS = 100
 
 
 def exposure(uploads: Uploads, tables: tuple[str, ...], split: Split, seed: int, when: int) -> dict[str, float]:
-    """{"exposure/auc": the mean over a seeded sample of the cohort}, or {} if no table is uploaded."""
+    """exposure/auc, and exposure/auc_rows by ids alone: means over a seeded sample of the cohort; {} if no table is uploaded."""
     clients = uploads.clients.cpu().numpy()
     picked = np.sort(np.argsort(keys(seed, when, "exposure", clients), kind="stable")[:MOST_CLIENTS])
     rows = [value for name, value in uploads.tensors.items() if name in tables and isinstance(value, Rows)]
@@ -33,9 +34,10 @@ def exposure(uploads: Uploads, tables: tuple[str, ...], split: Split, seed: int,
         ptr, item, moved = _apart(whole, torch.from_numpy(picked).to(whole[0].device))
     else:
         return {}
-    auc = np.empty(len(picked))
+    auc = np.empty((len(picked), 2))
     _auc(clients[picked], split.train_ptr, split.train_item, split.items, ptr, item, np.nan_to_num(moved, nan=np.inf), auc)
-    return {"exposure/auc": float(np.nanmean(auc))} if np.isfinite(auc).any() else {}
+    told = auc[np.isfinite(auc[:, 0])]
+    return {"exposure/auc": float(told[:, 0].mean()), "exposure/auc_rows": float(told[:, 1].mean())} if len(told) else {}
 
 
 def _sent(tables: list[Rows], picked: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -69,12 +71,15 @@ def _auc(
     moved: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    """out [n]: P(a training item is guessed above another one), ties by half; NaN for a client with nothing to tell apart."""
+    """out [n, 2]: P(a training item is guessed above another one), ties by half, by the change and by the rows that were sent alone.
+
+    NaN for a client with nothing to tell apart.
+    """
     for c in prange(clients.size):
         mine = train_item[train_ptr[clients[c]] : train_ptr[clients[c] + 1]]
         positives, negatives = mine.size, items - mine.size
         if positives == 0 or negatives == 0:
-            out[c] = np.nan
+            out[c, :] = np.nan
             continue
         trained = np.zeros(items, np.bool_)
         trained[mine] = True
@@ -84,6 +89,7 @@ def _auc(
             found += trained[sent[i]]
         below = negatives - (sent.size - found)  # negatives that were not sent are below every row that was
         won = 0.5 * (positives - found) * below
+        out[c, 1] = (won + found * (below + 0.5 * (negatives - below))) / (positives * negatives)
         order = np.argsort(size)
         start = 0
         while start < order.size:
@@ -95,4 +101,4 @@ def _auc(
             won += good * (below + 0.5 * bad)
             below += bad
             start = stop
-        out[c] = won / (positives * negatives)
+        out[c, 0] = won / (positives * negatives)

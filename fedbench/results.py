@@ -52,7 +52,8 @@ def summarise(
 ) -> dict[str, Any]:
     """summary.json; `lines` are those of metrics.jsonl."""
     parts = federation.split
-    auc = next((line["exposure/auc"] for line in lines if line["round"] == best.round and "exposure/auc" in line), None)
+    reported = next((line for line in lines if line["round"] == best.round), {})
+    exposure = {key.removeprefix("exposure/"): value for key, value in reported.items() if key.startswith("exposure/")}
     summary = {
         "algo": config.algo,
         "dataset": dataset.name,
@@ -68,7 +69,7 @@ def summarise(
         **(rating_results if parts.held else ranking_results)(parts, best.outcome),
         "clients": parts.clients,
         "items": parts.items,
-        **({} if auc is None else {"exposure": {"auc": auc}}),
+        **({"exposure": exposure} if exposure else {}),
         "bytes_up": federation.bytes_up,
         "bytes_down": federation.bytes_down,
         "client_visits": int(federation.visits.sum()),

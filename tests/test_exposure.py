@@ -39,7 +39,7 @@ def test_rows_against_scikit_learn() -> None:
         change, shift = rng.integers(0, 3, (len(sent), 2)).astype(np.float32), rng.integers(0, 2, len(sent)).astype(np.float32)
         guess = np.full(parts.items, -1.0)
         guess[sent] = (change**2).sum(1) + shift**2
-        expected.append(roc_auc_score(truth, guess))
+        expected.append((roc_auc_score(truth, guess), roc_auc_score(truth, guess >= 0)))
         client += [position] * len(sent)
         item.append(sent)
         value.append(change)
@@ -51,7 +51,8 @@ def test_rows_against_scikit_learn() -> None:
         "layer": torch.ones(len(clients), 3),
     }
     uploads = Uploads(world_of(parts), torch.from_numpy(clients), tensors)
-    assert exposure(uploads, ("items", "bias"), parts, 0, 1)["exposure/auc"] == pytest.approx(np.mean(expected))
+    found = exposure(uploads, ("items", "bias"), parts, 0, 1)
+    assert [found["exposure/auc"], found["exposure/auc_rows"]] == pytest.approx(np.mean(expected, axis=0))
 
 
 def test_whole_tables_against_scikit_learn() -> None:
@@ -60,7 +61,8 @@ def test_whole_tables_against_scikit_learn() -> None:
     uploads = Uploads(world_of(parts), torch.arange(parts.clients), {"items": tables, "samples": torch.ones(parts.clients)})
     guess = ((tables - tables.mean(0)) ** 2).sum(2).numpy()
     expected = np.mean([roc_auc_score(rated(parts, client), guess[client]) for client in range(parts.clients)])
-    assert exposure(uploads, ("items",), parts, 0, 1)["exposure/auc"] == pytest.approx(expected, abs=1e-6)
+    found = exposure(uploads, ("items",), parts, 0, 1)
+    assert found["exposure/auc"] == pytest.approx(expected, abs=1e-6) and found["exposure/auc_rows"] == 0.5
     assert abs(expected - 0.5) < 0.1
 
 

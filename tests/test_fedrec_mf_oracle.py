@@ -73,18 +73,24 @@ def test_equals_the_formulas(fields: dict[str, Any], kernel: str) -> None:
     np.testing.assert_allclose(federation.outcome()["test"], predicted, rtol=1e-9)
 
 
-def upload(parts: Split, rounds: int = 1, **fields: Any) -> dict[str, float]:
+def given_away(parts: Split, rounds: int, **fields: Any) -> tuple[float, float]:
+    """exposure/auc and exposure/auc_rows of a round's uploads."""
     federation = Federation.start(FedRecMF(dim=8, **fields), parts, 0)
     for _ in range(rounds):
         seen = federation.next_round().uploads
-    return exposure(seen, federation.algorithm.tables, parts, 0, rounds)
+    found = exposure(seen, federation.algorithm.tables, parts, 0, rounds)
+    return found["exposure/auc"], found["exposure/auc_rows"]
 
 
 @pytest.mark.parametrize("filling", ["average", "hybrid"])
 def test_an_upload_without_filling_gives_all_away_and_filling_hides(filling: str) -> None:
     parts = small_split(100, 240, 20, ratings=True)
-    found = [upload(parts, 4, rho=rho, filling=filling, hybrid_from=1)["exposure/auc"] for rho in (0, 1, 3)]
-    assert found[0] == 1.0 and found[0] > found[1] > found[2] > 0.5
+    (bare, bare_rows), (one, one_rows), (three, three_rows) = (
+        given_away(parts, 4, rho=rho, filling=filling, hybrid_from=1) for rho in (0, 1, 3)
+    )
+    assert bare == bare_rows == 1.0 and bare > one > three > 0.5 and bare_rows > one_rows > three_rows > 0.5
+    # a prediction that nearly came true moves its row less than a rating does, so the size of a change tells more than the id
+    assert three > three_rows
 
 
 def test_the_default_is_all_folds_and_implicit_feedback_ranks() -> None:
