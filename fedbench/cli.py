@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from fedbench import registry
-from fedbench.errors import FedbenchError, UsageError
+from fedbench.errors import DISK_FULL, FedbenchError, UsageError
 
 Command = Callable[[list[str]], int]
 
@@ -94,6 +94,12 @@ def guard(command: Command, argv: list[str]) -> int:
         if _stdout_is_closed():
             return 1
         return _report_internal(error, debug)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            return _report_internal(error, debug)
+        where = f"{error.filename}: " if error.filename else ""
+        hint = "make room and give the same command again; with --out it goes on from its last checkpoint"
+        return report_error(f"the disk is full ({where}{error.strerror}); {hint}", 1, debug)
     except Exception as error:
         return _report_internal(error, debug)
 

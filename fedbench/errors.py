@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""no room on the disk, in the quota, or for a file of this size"""
+
 
 class FedbenchError(Exception):
     """A run or trial failed (exit 1)."""

@@ -6,10 +6,10 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fedbench.errors import UsageError
+from fedbench.errors import DISK_FULL, UsageError
 
 
 @contextmanager
@@ -24,6 +24,8 @@ def claimed(folder: Path) -> Iterator[None]:
     except (FileExistsError, NotADirectoryError):
         raise UsageError(f"--out {folder} is a file or below one; choose a folder") from None
     except OSError as error:
+        if error.errno in DISK_FULL:
+            raise
         raise UsageError(f"--out {folder} cannot be written ({error.strerror}); choose another folder") from None
     try:
         yield
@@ -33,16 +35,16 @@ def claimed(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def alone(path: Path, patience: float) -> Iterator[None]:
-    """Wait until no other process holds the lock, or until so many seconds have passed."""
+    """Wait until no other process holds the lock, for so many seconds at most; where none can be made, go on without."""
     deadline = time.monotonic() + patience
     handle = None
-    while handle is None:
-        try:
-            handle = _take(path)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.1)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while handle is None and time.monotonic() < deadline:
+            try:
+                handle = _take(path)
+            except BlockingIOError:
+                time.sleep(0.1)
     try:
         yield
     finally:

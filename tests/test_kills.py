@@ -10,7 +10,9 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import signal
+import subprocess
 import sys
 import time
 from functools import cache
@@ -39,11 +41,13 @@ PATIENCE = 300
 """seconds after which something hangs"""
 
 
-def train(words: list[str], folder: str) -> None:
+def train(words: list[str], folder: str, room: int | None = None) -> None:
     """A process's whole life. Checkpoints are slow to write, so that a kill often meets one half-written.
 
-    With MLflow, which takes long to import, a run waits in mid-course until its copy has begun.
+    With MLflow, which takes long to import, a run waits in mid-course until its copy has begun. room: no file may be larger.
     """
+    if room is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
     os.chdir(folder)
     os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
     sync = checkpoint._sync
@@ -62,6 +66,7 @@ def train(words: list[str], folder: str) -> None:
 
     Federation.next_round = waiting  # type: ignore[method-assign]
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open("errors.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     sys.exit(cli.main(words))
 
 
@@ -69,11 +74,11 @@ def has_copy(out: Path) -> bool:
     return "mlflow_run_id" in json.loads((out / "env.json").read_text())
 
 
-def started(words: str, out: Path) -> BaseProcess:
+def started(words: str, out: Path, room: int | None = None) -> BaseProcess:
     """A process of its own, forked from one that has imported everything and done nothing."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.test_kills"])
-    process = context.Process(target=train, args=([*words.split(), "--out", str(out)], str(out.parent)))
+    process = context.Process(target=train, args=([*words.split(), "--out", str(out)], str(out.parent), room))
     process.start()
     return process
 
@@ -132,6 +137,61 @@ def test_a_killed_run_equals_the_undisturbed_one(algo: str, run: int, tmp_path: 
         return  # killed between its summary and its last breath: it is finished, what is left over does no harm
     expected = undisturbed(algo, tmp_path_factory.getbasetemp())
     assert outcome(out) == expected, f"killed {kills} times"
+
+
+@pytest.mark.parametrize("room", ["checkpoint", "metrics"])
+def test_a_full_disk_ends_in_one_line_and_the_run_goes_on_later(
+    room: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    words, out = f"{ALGORITHMS['fedmf']} {COMMON} --no-mlflow", tmp_path / "r"
+    process = started(words, out)
+    deadline = time.monotonic() + PATIENCE
+    while process.is_alive() and rounds_done(out) < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    process.kill()
+    process.join(PATIENCE)
+    earlier = {path.name: path.read_bytes() for path in (out / "checkpoint").glob("round-*")}
+    saved = checkpoint.rounds(out)
+    assert saved and not (out / "summary.json").exists()
+    small = (out / "checkpoint" / f"round-{saved[0]}.safetensors").stat().st_size - 1
+    if room == "metrics":
+        small = (out / "metrics.jsonl").stat().st_size + 10
+    process = started(words, out, small)
+    process.join(PATIENCE)
+    said = [line for line in (tmp_path / "errors.txt").read_text().splitlines() if "fedbench: " in line]
+    assert process.exitcode == 1 and len(said) == 1 and "File too large" in said[0] and "make room" in said[0]
+    assert "Traceback" not in (tmp_path / "errors.txt").read_text()
+    assert {
+        name: (out / "checkpoint" / name).read_bytes() for name in earlier if (out / "checkpoint" / name).exists()
+    }.items() <= earlier.items()
+    assert checkpoint.newest(out) is not None
+    finish(words, out)
+    assert outcome(out) == undisturbed("fedmf", tmp_path_factory.getbasetemp())
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from fedbench.lock import claimed
+with claimed(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(999)
+"""
+
+
+def test_two_processes_with_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"{ALGORITHMS['fedmf']} {COMMON} --no-mlflow --out {tmp_path / 'r'}".split()
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "r")], stdout=subprocess.PIPE, env=environment) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == b"held\n"
+            assert cli.main(words) == 2
+            assert f"--out {tmp_path / 'r'} is in use by process {other.pid}; wait for it or choose another" in capsys.readouterr().err
+            assert [path.name for path in (tmp_path / "r").iterdir()] == [".lock"], "nothing is touched"
+        finally:
+            other.kill()
+    assert cli.main(words) == 0, "a process that was killed holds nothing"
 
 
 def test_mlflow_has_every_point_once(tmp_path: Path) -> None:
