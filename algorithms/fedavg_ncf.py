@@ -142,4 +142,4 @@ class FedAvgNCF(SharedModel):
         if self.share_users:
             n = len(uploads.clients)
             changes["user"] = Rows(torch.arange(n, device=uploads.clients.device), uploads.clients, uploads.dense("user"), n)
-        return self.step(server, changes, uploads.dense("kept") if self.averages_whole else None)
+        return self.step(server, changes, draw.when, uploads.dense("kept") if self.averages_whole else None)

@@ -56,7 +56,7 @@ class FedMF(SharedModel):
         return {"items": held["items"] - sent["items"]}
 
     def aggregate(self, server: Tensors, uploads: Uploads, draw: Draw) -> Tensors:
-        return self.step(server, {"items": uploads.rows("items")})
+        return self.step(server, {"items": uploads.rows("items")}, draw.when)
 
     def score(self, own: Tensors, sent: Tensors) -> Tensor:
         return sent["items"] @ own["user"]

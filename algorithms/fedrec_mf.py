@@ -144,8 +144,8 @@ class FedRecMF(SharedModel):
     def aggregate(self, server: Tensors, uploads: Uploads, draw: Draw) -> Tensors:
         samples = uploads.dense("samples")
         gradients = self.predicts_ratings and self.form == "batch"
-        server = self.step(server, {"items": uploads.rows("items")}, weight=None if gradients else samples)
-        server = self.step(server, {"mean": uploads.dense("mean")}, weight=samples)
+        server = self.step(server, {"items": uploads.rows("items")}, draw.when, weight=None if gradients else samples)
+        server = self.step(server, {"mean": uploads.dense("mean")}, draw.when, weight=samples)
         return {**server, "rate": server["rate"] * self.decay}
 
 

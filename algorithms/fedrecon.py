@@ -23,12 +23,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedbench.aggregate import Rows
 from fedbench.algorithm import Answer, Batch, Phase, Stage, Tensors, World
 from fedbench.draw import Draw
 from fedbench.engine import Uploads
 from fedbench.errors import UsageError
 from fedbench.fused import DotBCE
+from fedbench.newton import newton_step, packed
 from fedbench.registry import register
 from fedbench.ridge import Ridge
 from fedbench.server import OPTIMIZERS, SharedModel
@@ -57,7 +57,6 @@ class FedRecon(SharedModel):
     server_lr: float = 0.0
     """learning rate of the server; 0 chooses: newton min(1, 1.2·√(n/U)), sgd 20 after --reconstruct ridge, else 1"""
     server_decay: str = "linear"
-    """how the server's learning rate falls over the rounds: linear (to 0) or none"""
     a0: float = 0.3
     """ridge, implicit: weight of the items that a client has not met, beside 1 for those it has"""
     l2: float = 0.0
@@ -85,7 +84,6 @@ class FedRecon(SharedModel):
         "feedback": ("implicit", "explicit"),
         "reconstruct": ("ridge", "sgd"),
         "server": ("newton", *OPTIMIZERS),
-        "server_decay": ("linear", "none"),
     }
     published = {
         **{"reconstruct": "sgd", "server": "sgd", "server_lr": 1.0, "server_decay": "none", "halves": True, "max_samples": 300},
@@ -195,46 +193,15 @@ class FedRecon(SharedModel):
             return Answer({"items": items})
         return Answer({"items": items, "gram": items.T @ items, "size": items.new_full((), len(items))})
 
-    def rate(self, share: float, when: int) -> float:
-        """The server's learning rate in a round; share: n/U."""
-        chosen = min(1.0, 1.2 * share**0.5) if self.newton else 20.0 if self.reconstruct == "ridge" else 1.0
-        left = max(1, self.rounds + 1 - when) / self.rounds
-        return (self.server_lr or chosen) * (left if self.server_decay == "linear" else 1)
-
     def aggregate(self, server: Tensors, uploads: Uploads, draw: Draw) -> Tensors:
-        rows = uploads.rows("items")
-        rate = self.rate(len(uploads.clients) / uploads.world.clients, draw.when)
+        rows, part = uploads.rows("items"), len(uploads.clients) / uploads.world.clients
+        chosen = min(1.0, 1.2 * part**0.5) if self.newton else 20.0 if self.reconstruct == "ridge" else 1.0
+        stepping = replace(self, server_lr=self.server_lr or chosen)
         if self.newton:
-            return self.newton_step(server, rows, uploads.total("statistic"), uploads.world, rate)
+            rate = stepping.server_rate(draw.when)
+            return newton_step(server, rows, uploads.total("statistic"), self.everywhere, self.shrink, rate)
         if self.reconstruct == "sgd":
             samples = uploads.dense("samples")
             share = samples * len(samples) / samples.sum().clamp(min=1)
             rows = rows._replace(value=rows.value * share[rows.client][:, None])
-        return replace(self, server_lr=rate).step(server, {"items": rows})
-
-    def newton_step(self, server: Tensors, rows: Rows, statistic: Tensor, world: World, rate: float) -> Tensors:
-        """V_i -= rate·H_i⁻¹ g_i with H_i = (c_i + a0·U)(G/U + l2·1), everything scaled from n clients to all U."""
-        items, scale = server["items"], world.clients / rows.clients
-        count = server["count"] + torch.bincount(rows.item, minlength=world.items)
-        visits = server["visits"] + rows.clients
-        weight = (count * world.clients / visits + self.everywhere * world.clients)[:, None]
-        all_users = unpacked(statistic, self.dim) * scale
-        gradient = self.everywhere * items @ all_users - scale * rows.combine(world.items, "sum") + self.shrink * weight * items
-        curvature, basis = torch.linalg.eigh(all_users / world.clients)
-        # an item that nobody has sent yet has weight 0 on ratings, and no gradient either
-        step = (gradient @ basis) / (weight.clamp(min=1) * (curvature.clamp(min=0) + self.shrink)) @ basis.T
-        return {"items": items - rate * step, "count": count, "visits": visits}
-
-
-def packed(matrix: Tensor) -> Tensor:
-    """[d, d] symmetric -> [d(d+1)/2]: its upper triangle."""
-    row, column = torch.triu_indices(*matrix.shape, device=matrix.device)
-    return matrix[row, column]
-
-
-def unpacked(triangle: Tensor, dim: int) -> Tensor:
-    """[d(d+1)/2] -> [d, d] symmetric."""
-    row, column = torch.triu_indices(dim, dim, device=triangle.device)
-    matrix = triangle.new_zeros(dim, dim)
-    matrix[row, column] = matrix[column, row] = triangle
-    return matrix
+        return stepping.step(server, {"items": rows}, draw.when)

@@ -38,17 +38,23 @@ class SharedModel(Algorithm):
     """the server's optimizer on the combined change: sgd, momentum, adagrad, adam or yogi; state is kept row by row"""
     server_lr: float = 1.0
     """learning rate of the server's optimizer; with sgd 1 is plain averaging, with adam 0.05 is a good start"""
+    server_decay: str = "none"
+    """how the server's learning rate falls over the rounds: linear (to 0) or none"""
 
-    choices = {**Algorithm.choices, "average": AVERAGES, "server": OPTIMIZERS}
+    choices = {**Algorithm.choices, "average": AVERAGES, "server": OPTIMIZERS, "server_decay": ("linear", "none")}
 
     def check(self, world: World | None = None) -> None:
         if self.server_lr <= 0:
             raise UsageError(f"--server-lr must be over 0, not {self.server_lr:g}")
 
+    def server_rate(self, when: int) -> float:
+        """The server's learning rate in a round."""
+        return self.server_lr * (max(1, self.rounds + 1 - when) / self.rounds if self.server_decay == "linear" else 1)
+
     def step(
-        self, server: Tensors, changes: Mapping[str, Rows | Tensor], kept: Tensor | None = None, weight: Tensor | None = None
+        self, server: Tensors, changes: Mapping[str, Rows | Tensor], when: int, kept: Tensor | None = None, weight: Tensor | None = None
     ) -> Tensors:
-        """The server after a round: rows of tables combined as `average` says, other tensors [n, ...] averaged over the cohort.
+        """The server after round `when`: rows of tables combined as `average` says, other tensors [n, ...] averaged over the cohort.
 
         kept [n]: what is left of a number that a client did not touch, if clients decay their weights and whole tables are averaged.
         weight [n]: how much each client counts; all the same if not given.
@@ -64,7 +70,7 @@ class SharedModel(Algorithm):
                 moves = value.new_zeros(len(value), dtype=torch.bool).index_fill_(0, change.item, True)
                 moves, mean = moves.view(-1, *[1] * (value.dim() - 1)), change.combine(len(value), self.average, weight)
             state = {part: server.get(f"{name}/{part}") for part in STATE[self.server]}
-            new, state = optimizer_step(self.server, self.server_lr, value, mean, state, moves)
+            new, state = optimizer_step(self.server, self.server_rate(when), value, mean, state, moves)
             moved |= {name: new, **{f"{name}/{part}": tensor for part, tensor in state.items() if tensor is not None}}
         return moved
 

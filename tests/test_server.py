@@ -38,7 +38,7 @@ def rounds(kind: str, value: Tensor, sent: list[dict[int, Tensor]]) -> Tensors:
     for rows in sent:
         change = torch.stack([*rows.values()]) if rows else value.new_zeros(0, value.shape[1])
         uploaded = Rows(torch.zeros(len(rows), dtype=torch.int64), torch.tensor([*rows], dtype=torch.int64), change, 1)
-        server = SharedModel(server=kind, server_lr=0.3).step(server, {"items": uploaded})
+        server = SharedModel(server=kind, server_lr=0.3).step(server, {"items": uploaded}, when=1)
     return server
 
 
@@ -80,7 +80,7 @@ def test_a_tensor_that_is_no_table_moves_as_one(kind: str) -> None:
     start, changes = torch.ones(4, 3, dtype=torch.float64), changes_of()
     server: Tensors = {"layers": start}
     for change in changes:
-        server = SharedModel(server=kind, server_lr=0.3).step(server, {"layers": torch.stack([change * 0.5, change * 1.5])})
+        server = SharedModel(server=kind, server_lr=0.3).step(server, {"layers": torch.stack([change * 0.5, change * 1.5])}, when=1)
     expected = rounds(kind, start, [dict(enumerate(change)) for change in changes])["items"]
     torch.testing.assert_close(server["layers"], expected, rtol=1e-12, atol=1e-12)
 
@@ -102,3 +102,12 @@ def test_mean_of_whole_tables_by_hand() -> None:
 def test_refuses_what_makes_no_sense() -> None:
     with pytest.raises(UsageError, match="--server-lr must be over 0"):
         FedMF(server_lr=0.0).check()
+
+
+def test_a_falling_rate_ends_near_nothing_and_none_stays() -> None:
+    falling = SharedModel(rounds=4, server_lr=2.0, server_decay="linear")
+    assert [falling.server_rate(when) for when in (1, 2, 3, 4, 5)] == [2.0, 1.5, 1.0, 0.5, 0.5]
+    assert SharedModel(rounds=4, server_lr=2.0).server_rate(4) == 2.0
+    change = torch.ones(1, 3, dtype=torch.float64)
+    layers = {"layers": torch.zeros(3, dtype=torch.float64)}
+    assert falling.step(layers, {"layers": change}, when=3)["layers"].tolist() == [1.0, 1.0, 1.0]
