@@ -396,7 +396,7 @@ class Engine:
         for name in store.tensors:
             if name in algorithm.tables:
                 flat = held[name].flatten(0, 1)[block.valid]
-                client = block.clients[:, None].expand_as(block.rows).reshape(-1)[block.valid]
+                client = store.place(block.clients)[:, None].expand_as(block.rows).reshape(-1)[block.valid]
                 store.tensors[name][client, block.rows.reshape(-1)[block.valid]] = flat
             else:
                 store.write(block.clients, name, held[name])
@@ -466,7 +466,7 @@ class Engine:
 
     def collect_own(self, store: ClientStore, samples: Samples) -> Uploads:
         """What clients with tables of their own upload: whole, from the store."""
-        everybody = np.array_equal(samples.clients, np.arange(self.world.clients))
+        everybody = np.array_equal(samples.clients, np.arange(store.clients.start, store.clients.stop))
         own = store.read(torch.from_numpy(samples.clients).to(self.device), whole=everybody)
         counts = torch.from_numpy(samples.counts).to(self.device, self.dtype)
         return self.uploads(samples, vmapped(self.algorithm.upload, own, {}, counts))
@@ -496,17 +496,17 @@ def in_place(plan: fused.DotBCE | None, clients: np.ndarray, answer: Answer, sto
     sent = answer.shared.get(plan.items)
     shared = None if sent is None else sent.contiguous().numpy()[None]
     nobody = np.zeros(len(clients), np.int64)
-    user = store.tensors[plan.user].numpy()
+    user, at = store.tensors[plan.user].numpy(), store.place(clients)
     if plan.items not in store.tensors:
-        return None if shared is None else fused.Clients(shared, nobody, user, clients)
+        return None if shared is None else fused.Clients(shared, nobody, user, at)
     tables = store.tensors[plan.items].numpy()
     if not isinstance(plan, fused.ElasticBCE):
-        return fused.Clients(tables, clients, user, clients)
+        return fused.Clients(tables, at, user, at)
     adapter = store.tensors[plan.adapter].numpy()
     if shared is not None:
-        return fused.Clients(tables, clients, user, clients, shared, nobody, adapter)
+        return fused.Clients(tables, at, user, at, shared, nobody, adapter)
     assert answer.slot is not None
-    return fused.Clients(tables, clients, user, clients, answer.personal[plan.items].numpy(), answer.slot[clients].numpy(), adapter)
+    return fused.Clients(tables, at, user, at, answer.personal[plan.items].numpy(), answer.slot[clients].numpy(), adapter)
 
 
 def rows_that_fit(dim: int, device: str) -> int:
@@ -547,7 +547,8 @@ def shrink_untouched(store: ClientStore, clients: Tensor, name: str, phases: tup
     if decay != 1:
         table = store.tensors[name]
         factor = decay ** steps.to(table.device, table.dtype)
-        table[clients] = table[clients] * factor.view(-1, *[1] * (table.dim() - 1))
+        at = store.place(clients)
+        table[at] = table[at] * factor.view(-1, *[1] * (table.dim() - 1))
 
 
 def vmapped(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -380,3 +380,21 @@ def test_a_store_reads_and_writes_the_clients_asked_for() -> None:
     store.write(clients, "user", torch.zeros(2, 8))
     assert not store.tensors["user"][[1, 4]].any()
     assert torch.equal(store.tensors["user"][[0, 2, 3, 5]], before["user"][[0, 2, 3, 5]])
+
+
+@pytest.mark.parametrize("kernel", ["auto", "off"])
+@pytest.mark.parametrize("algorithm", [FEDEM, FedMF(**SMALL), Local(**SMALL)])
+def test_a_store_of_some_clients_trains_them_as_a_store_of_all_does(algorithm: Algorithm, kernel: str) -> None:
+    parts = small_split()
+    world, draw = World(parts.clients, parts.items), Draw(0, dtype=torch.float64)
+    some = range(7, 19)
+    stores = [ClientStore(algorithm, world, draw), ClientStore(algorithm, world, draw, clients=some)]
+    answered = {"tables": torch.rand(parts.clients, parts.items, 8, dtype=torch.float64), "slot": torch.arange(parts.clients)}
+    server = answered if algorithm is FEDEM else algorithm.init_server(world, draw)
+    samples = sample_round(parts, np.array(some), algorithm.negatives, 0, 1)
+    engine = Engine(algorithm, world, 0, dtype=torch.float64, kernel=kernel)
+    whole, part = (engine.run_cohort(server, store, samples, 1) for store in stores)
+    torch.testing.assert_close(part.loss, whole.loss, rtol=1e-9, atol=1e-9)
+    for name, value in stores[1].tensors.items():
+        torch.testing.assert_close(value, stores[0].tensors[name][7:19], rtol=1e-9, atol=1e-9)
+        assert len(value) == 12
