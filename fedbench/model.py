@@ -1,0 +1,170 @@
+"""A finished run as a model: what its server and clients hold, ready to score items for its users.
+
+An item is recommended to a user who has not met it in the dataset (in training, validation or test), and only if somebody trained on
+it: of other items nothing is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from numba import njit, prange
+
+from fedbench import checkpoint, config
+from fedbench.algorithm import Tensors
+from fedbench.config import RunConfig
+from fedbench.engine import Engine
+from fedbench.errors import DataError, UsageError
+from fedbench.evaluate import Evaluator
+from fedbench.federation import world_of
+from fedbench.run import beginning, prepare
+from fedbench.split import Split, sample_round
+from fedbench.store import ClientStore
+
+
+@dataclass(frozen=True)
+class Model:
+    """What scores items for the clients of a split."""
+
+    config: RunConfig
+    split: Split
+    known: np.ndarray
+    """[M] whether somebody trained on an item"""
+    item_names: np.ndarray | None
+    """[M] titles, where the dataset has them"""
+    server: Tensors
+    store: ClientStore
+    """what clients keep; empty for clients that keep nothing"""
+    round: int
+    """the round whose state this is"""
+
+    @cached_property
+    def engine(self) -> Engine:
+        c = self.config
+        dtype = torch.float64 if c.dtype == "float64" else torch.float32
+        return Engine(c.algorithm, world_of(self.split), c.seed, "cpu", dtype, c.kernel, c.block_rows)
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        return Evaluator(self.config.algorithm, self.split, "cpu", self.engine.kernels)
+
+    @cached_property
+    def number(self) -> dict[str, int]:
+        """The client that a user's id stands for."""
+        return {str(user): client for client, user in enumerate(self.split.user_ids)}
+
+    def private(self, clients: np.ndarray) -> ClientStore:
+        """What these clients score with: what they keep, or what they rebuild from their training items."""
+        a = self.config.algorithm
+        if not a.reconstructs:
+            return self.store
+        seed, when = self.config.seed, self.round
+        samples = sample_round(self.split, clients, a.evaluation_negatives, seed, when, purpose="negatives/evaluation")
+        return ClientStore.of(self.engine.reconstruct(self.server, samples, when))
+
+    def best(self, clients: np.ndarray, k: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Blocks of clients [C] with the numbers [C, k] of their best items and the scores of those; -1 where there are no more."""
+        if not 1 <= k <= self.split.items:
+            raise UsageError(f"-k {k}: must be from 1 to {self.split.items}, the number of items")
+        private, answer = self.private(clients), self.config.algorithm.answer(self.server)
+        for chunk, sent in self.evaluator.groups(answer, self.split.items, torch.from_numpy(clients)):
+            scores = self.evaluator.scores(private, answer, chunk, sent).contiguous().numpy()
+            where = chunk.numpy()
+            item, score = np.empty((len(where), k), np.int64), np.empty((len(where), k), scores.dtype)
+            _top(scores, where, self.split.seen_ptr, self.split.seen_item, self.known, item, score)
+            yield where, item, score
+
+    def tables(self, clients: np.ndarray, k: int) -> Iterator[pd.DataFrame]:
+        """The same as tables of user, rank, item, score and, where the dataset has it, title: one row a recommendation."""
+        for where, item, score in self.best(clients, k):
+            row, place = np.nonzero(item >= 0)
+            found = item[row, place]
+            columns = {
+                "user": self.split.user_ids[where[row]].astype(str),
+                "rank": (place + 1).astype(np.int32),
+                "item": self.split.item_ids[found].astype(str),
+                "score": score[row, place].astype(np.float64),
+            }
+            yield pd.DataFrame(columns | ({} if self.item_names is None else {"title": self.item_names[found]}))
+
+    def recommend(self, clients: np.ndarray, k: int) -> pd.DataFrame:
+        """All of it in one table, client after client."""
+        found = pd.concat(list(self.tables(np.unique(clients), k)))
+        place = {user: position for position, user in enumerate(dict.fromkeys(self.split.user_ids[clients].astype(str)))}
+        return found.sort_values("user", key=lambda users: users.map(place), kind="stable", ignore_index=True)
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def _top(
+    scores: np.ndarray,
+    clients: np.ndarray,
+    seen_ptr: np.ndarray,
+    seen_item: np.ndarray,
+    known: np.ndarray,
+    item: np.ndarray,
+    score: np.ndarray,
+) -> None:
+    """item, score [C, k]: each client's best known items outside its sorted list of seen ones, best first, ties by number; then -1."""
+    k = item.shape[1]
+    for c in prange(clients.size):
+        at, stop = seen_ptr[clients[c]], seen_ptr[clients[c] + 1]
+        filled = 0
+        for i in range(scores.shape[1]):
+            if at < stop and seen_item[at] == i:
+                at += 1
+                continue
+            value = scores[c, i]
+            if not known[i] or np.isnan(value) or (filled == k and value <= score[c, k - 1]):
+                continue
+            place = min(filled, k - 1)
+            while place > 0 and score[c, place - 1] < value:
+                score[c, place], item[c, place] = score[c, place - 1], item[c, place - 1]
+                place -= 1
+            score[c, place], item[c, place] = value, i
+            filled = min(filled + 1, k)
+        item[c, filled:] = -1
+
+
+def load(folder: Path, data_dir: Path | None = None) -> Model:
+    """The model that a finished run kept, with the dataset that it was trained on."""
+    made, state = config_of(folder), saved_state(folder)
+    data_options = made.data if data_dir is None else replace(made.data, data_dir=data_dir)
+    split, data = prepare(made.dataset, made.protocol, data_options)
+    split = split.with_validation_in_training() if made.refit else split
+    for key, here in (("data_checksum", split.checksum), ("protocol_fingerprint", split.fingerprint)):
+        if state.facts.get(key) != here:
+            words = key.replace("_", " ")
+            raise DataError(f"--run {folder}: its {words} is {state.facts.get(key)}, of {made.dataset} here {here}; use the same data")
+    if state.facts.get("algo") != made.identity()["algo"]:
+        raise UsageError(f"--run {folder}: the content of {made.algo} has changed since that run; train again")
+    tensors = state.tensors("cpu")
+    position = {item: number for number, item in enumerate(data.item_ids)}
+    names = None if data.item_names is None else data.item_names[[position[item] for item in split.item_ids]]
+    mine = np.isin(np.repeat(np.arange(split.clients), split.train_counts), split.trainers)
+    known = np.bincount(split.train_item[mine], minlength=split.items) > 0
+    store = ClientStore.of(beginning(tensors, "client/"))
+    return Model(made, split, known, names, beginning(tensors, "server/"), store, int(state.facts["round"]))
+
+
+def config_of(folder: Path) -> RunConfig:
+    """What a run was told."""
+    if not (folder / "config.json").is_file():
+        inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
+        hint = f"give one of the runs in it, such as {folder / inside[0]}" if inside else "give the folder of a finished run"
+        raise UsageError(f"--run {folder}: there is no run (no config.json); {hint}")
+    return config.resolve(["--config", str(folder / "config.json")])
+
+
+def saved_state(folder: Path) -> checkpoint.State:
+    """What a finished run kept."""
+    if not (folder / checkpoint.FOLDER / f"{checkpoint.MODEL}.json").is_file():
+        finished = (folder / "summary.json").is_file()
+        hint = "it was told to keep none; train again without --keep-state none" if finished else "the run is not finished; go on with it"
+        raise UsageError(f"--run {folder}: there is no saved state: {hint}")
+    return checkpoint.read(folder, checkpoint.MODEL)
