@@ -23,21 +23,23 @@ ABOUT = "Test metrics at the round that validation chose; mean over seeds, ± ha
 
 
 def write(what: Study, summaries: Mapping[str, dict[str, Any]], entries: Mapping[str, dict[str, Any]], folder: Path) -> None:
-    """The figures, table.md and, last, table.csv, which says what all of them are about."""
+    """The figures, table.md and, last, table.csv, which says what all of them are about. Grids of one name share a table."""
     rows = pd.DataFrame([row(what, key, entry, summaries.get(key)) for key, entry in entries.items()])
     for old in [*folder.glob("heatmap-*.png"), *folder.glob("curve-*.png")]:
         old.unlink()
     parts = []
-    for grid in what.grids:
-        inside = rows[rows["key"].isin(grid.keys) & (rows["status"] == "finished")]
+    for name in dict.fromkeys(grid.name for grid in what.grids):
+        grids = [grid for grid in what.grids if grid.name == name]
+        inside = rows[rows["key"].isin({key for grid in grids for key in grid.keys}) & (rows["status"] == "finished")]
         if inside.empty:
             continue
         metrics = [name for name in what.metrics or SHOWN if f"test_{name}" in inside and inside[f"test_{name}"].notna().any()]
-        means = over_replicates(inside, grid, metrics)
-        parts.append(
-            "\n".join(filter(None, [f"**{grid.name}**\n" if grid.name else "", markdown(means, metrics), *best(inside, what, grid)]))
-        )
-        draw(what, grid, means, [name for name in metrics if name in (what.metrics or HEADLINE)], folder)
+        shared = [axis for axis in grids[0].axes if axis not in REPLICATES and all(axis in grid.axes for grid in grids)]
+        axes = shared if len(grids) == 1 else list(dict.fromkeys(["algo", *shared]))
+        means = over_replicates(inside, axes, metrics)
+        parts.append("\n".join(filter(None, [f"**{name}**\n" if name else "", markdown(means, metrics), *best(inside, axes)])))
+        if len(grids) == 1:
+            draw(what, grids[0], means, [name for name in metrics if name in (what.metrics or HEADLINE)], folder)
     text = "\n\n".join([ABOUT, *parts]) if parts else "no point is finished"
     (folder / "table.md").write_text(f"# {what.name}\n\n{what.about}\n\n{text}\n".replace("\n\n\n", "\n"), encoding="utf-8")
     rows.to_csv(folder / "table.csv", index=False)
@@ -64,9 +66,8 @@ def plain_word(value: Any) -> Any:
     return value if isinstance(value, int | float | str) else "all" if value is None else ",".join(map(str, value))
 
 
-def over_replicates(rows: pd.DataFrame, grid: Grid, metrics: list[str]) -> pd.DataFrame:
+def over_replicates(rows: pd.DataFrame, axes: list[str], metrics: list[str]) -> pd.DataFrame:
     """One row a combination: the mean of each metric over seeds and folds, and half of its interval (`..._pm`)."""
-    axes = [axis for axis in grid.axes if axis not in REPLICATES]
     found = []
     for values, group in rows.groupby(axes, sort=False) if axes else [((), rows)]:
         told: dict[str, Any] = dict(zip(axes, values if isinstance(values, tuple) else (values,), strict=True))
@@ -96,10 +97,9 @@ def markdown(means: pd.DataFrame, metrics: list[str]) -> str:
     return "\n".join(lines)
 
 
-def best(rows: pd.DataFrame, what: Study, grid: Grid) -> list[str]:
+def best(rows: pd.DataFrame, axes: list[str]) -> list[str]:
     """The combination with the best mean on validation, one for each protocol and dataset: they are not compared."""
     name = next((name for name in SELECT if f"val_{name}" in rows and rows[f"val_{name}"].notna().all()), None)
-    axes = [axis for axis in grid.axes if axis not in REPLICATES]
     if name is None or not axes:
         return []
     said = []

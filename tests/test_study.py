@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedbench import pool, registry, run, study, sweep
+from fedbench import pool, registry, run, study, sweep, tables
 from fedbench.config import resolve
 from fedbench.errors import UsageError
 
@@ -172,3 +172,21 @@ def test_a_shipped_study_runs(file: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("FEDBENCH_DATA", str(REAL))
     summary = run.run(dataclasses.replace(smallest.config, out=tmp_path / "run"))
     assert summary["rounds"] == 1 and sweep.finished(tmp_path / "run", smallest)
+
+
+def test_grids_of_one_name_share_a_table(tmp_path: Path) -> None:
+    text = '[[grid]]\nname = "small"\nfixed = { algo = "fedmf", lr = 0.1 }\naxes = { seeds = "0-1" }\n'
+    text += '[[grid]]\nname = "small"\nfixed = { algo = "popularity" }\n'
+    found = study.read(["--dataset", "synthetic"], written(tmp_path, text))
+    scores = dict(zip(found.points, (0.2, 0.4, 0.1), strict=True))
+    facts = {"protocol_fingerprint": "f", "leaky": False, "rounds": 3, "client_visits": 0, "bytes_up": 0, "bytes_down": 0}
+    summaries = {
+        key: {"algo": point.config.algo, **facts, "val": {"ndcg_10": scores[key]}, "test": {"ndcg_10": scores[key]}}
+        for key, point in found.points.items()
+    }
+    tables.write(found, summaries, {key: {"status": "finished", "seconds": 1.0} for key in found.points}, tmp_path)
+    text = (tmp_path / "table.md").read_text()
+    assert text.count("**small**") == 1
+    lines = [[word.strip() for word in line.split("|")] for line in text.splitlines()]
+    assert [line[1:3] for line in lines if line[1:2] in (["fedmf"], ["popularity"])] == [["fedmf", "2"], ["popularity", "1"]]
+    assert "0.3000 ±" in text and "best on validation [f]: algo=fedmf" in text
