@@ -244,10 +244,15 @@ class Evaluator:
 
 def ranks_among_unseen(scores: Tensor, split: Split, clients: np.ndarray) -> np.ndarray:
     """[C, M] scores of all items -> [2, C] ranks of the validation and test items among what the clients do not train on."""
+    if scores.device.type != "cpu":
+        return _ranks_on_device(scores, split, clients)
     out = np.empty((2, len(clients)), np.int64)
-    if scores.device.type == "cpu":
-        _rank_unseen(scores.numpy(), clients, split.train_ptr, split.train_item, split.val_item, split.test_item, split.refit, out)
-        return out
+    _rank_unseen(scores.numpy(), clients, split.train_ptr, split.train_item, split.val_item, split.test_item, split.refit, out)
+    return out
+
+
+def _ranks_on_device(scores: Tensor, split: Split, clients: np.ndarray) -> np.ndarray:
+    out = np.empty((2, len(clients)), np.int64)
     row, item = _training_pairs(split, clients, scores.device)
     val, test = (torch.from_numpy(held[clients].astype(np.int64)).to(scores.device) for held in (split.val_item, split.test_item))
     for position, target in enumerate((val, test)):

@@ -8,7 +8,9 @@ import resource
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -282,5 +284,8 @@ def protocol_fields(protocol: Protocol) -> dict[str, Any]:
 
 def peak_rss_mb() -> float:
     """Largest resident memory of this process so far, in MB."""
+    with suppress(OSError, KeyError):  # getrusage counts the process that started this one too
+        status = dict(row.split(":", 1) for row in Path("/proc/self/status").read_text().splitlines())
+        return int(status["VmHWM"].split()[0]) / 1e3
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 1e6 if sys.platform == "darwin" else peak / 1e3

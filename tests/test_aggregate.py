@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sklearn.decomposition import PCA
 
 from fedbench import aggregate
-from fedbench.aggregate import Rows, project_to_simplex, signatures, similarity, solve_weights, weighted_tables
+from fedbench.aggregate import Rows, project_to_simplex, signatures, similarity, solve_weights, summed_by_item, weighted_tables
 from fedbench.errors import FedbenchError, UsageError
 
 SIZES = st.integers(2, 40)
@@ -178,3 +178,12 @@ def test_weighted_tables_against_a_loop() -> None:
     expected = torch.stack([torch.stack([weights[u, v] * tables[v] for v in range(4)]).sum(dim=0) for u in range(4)])
     torch.testing.assert_close(weighted_tables(weights, tables), expected, atol=1e-14, rtol=0)
     assert weighted_tables(weights, tables.float()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_rows_of_an_item_are_added_up(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    item, value = torch.randint(0, 7, (40,)), torch.randn(40, *shape, dtype=torch.float64)
+    expected = torch.zeros(9, *shape, dtype=torch.float64).index_add_(0, item, value)
+    torch.testing.assert_close(summed_by_item(item, value, 9), expected, rtol=1e-14, atol=1e-14)
+    assert not summed_by_item(item[:0], value[:0], 9).any()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fedbench
-from fedbench import cli, config, registry, report, study, sweep
+from fedbench import bench, cli, config, registry, report, study, sweep
 from fedbench.algorithm import Algorithm
 
 ROOT = Path(__file__).parents[1]
@@ -98,7 +98,8 @@ def test_flags_exist(page: Path, folder: Path) -> None:
     flags = [flag for cls in classes for group in config.flag_groups(cls).values() for flag in group]
     known = {flag.option for flag in flags} | {f"--no-{flag.option[2:]}" for flag in flags if flag.item_kind is bool}
     known |= {"--config", "--list", "--print-config", "--help", *sweep.own_options()}
-    known |= {option for action in report.parser()._actions for option in action.option_strings}
+    own = [*report.parser()._actions, *bench.parser()._actions]
+    known |= {option for action in own for option in action.option_strings}
     text = re.sub(rf"^(?:{OTHERS}) .*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text))
     assert named <= known

@@ -23,6 +23,7 @@ from fedbench.algorithm import Algorithm, Answer, Batch, Phase, Tensors, World
 from fedbench.draw import Draw, keys
 from fedbench.engine import Block, Engine, blocks, bytes_down, pack, sent_rows, vmapped
 from fedbench.federation import Federation
+from fedbench.fused import DotBCE
 from fedbench.split import Samples, orders, sample_round
 from fedbench.store import ClientStore
 from tests import loop_engine
@@ -320,6 +321,24 @@ def test_weight_decay_meets_the_rows_that_no_sample_touches() -> None:
     kept = ClientStore(algorithm, federation.engine.world, Draw(0, 0, None, torch.float64)).tensors
     loop_engine.run_cohort(algorithm, federation.engine.world, {}, kept, samples, 0, 1)
     torch.testing.assert_close(federation.store.tensors, kept, rtol=1e-9, atol=1e-9)
+
+
+class InBlocks(FedMF):
+    """Says nothing of its upload, so that the engine has to ask it, block by block."""
+
+    def fused(self, sent: bool) -> DotBCE:
+        return DotBCE(self.lr)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_training_in_place_equals_training_in_blocks_bit_for_bit(dtype: torch.dtype) -> None:
+    federations = [Federation.start(kind(**SMALL, clients_per_round=17), small_split(), 0, dtype=dtype) for kind in (FedMF, InBlocks)]
+    for _ in range(3):
+        placed, cut = (federation.next_round() for federation in federations)
+        assert torch.equal(placed.loss, cut.loss) and placed.updates == cut.updates
+        for one, other in zip(placed.uploads.rows("items"), cut.uploads.rows("items"), strict=True):
+            assert one == other if isinstance(one, int) else torch.equal(one, other)
+    assert torch.equal(federations[0].store.tensors["user"], federations[1].store.tensors["user"])
 
 
 @pytest.mark.slow

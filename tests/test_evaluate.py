@@ -249,3 +249,26 @@ def test_the_kernel_scores_as_the_algorithm_does(method: str, sizes: tuple[int, 
     for which in ("sampled_ranks", "full_ranks"):
         for name, ranks in getattr(plain, which)().items():
             assert (getattr(kernel, which)()[name] == ranks).all()
+
+
+@pytest.mark.parametrize("refit", [False, True])
+def test_ranks_on_a_device_are_those_of_the_kernel(refit: bool) -> None:
+    at = parts().with_validation_in_training() if refit else parts()
+    clients = np.array([3, 0, 17])
+    scores = torch.from_numpy(np.random.default_rng(0).integers(0, 9, (3, at.items)).astype(np.float32))  # many ties
+    scores[1, at.test_item[0]] = NAN
+    assert np.array_equal(evaluate._ranks_on_device(scores, at, clients), evaluate.ranks_among_unseen(scores, at, clients))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_kernels_score_as_the_algorithm_does(name: str) -> None:
+    federation = Federation.start(ALGORITHMS[name], parts(), seed=0, dtype=torch.float64)
+    for _ in range(2):
+        federation.next_round()
+    without = evaluate.Evaluator(federation.algorithm, parts(), "cpu", kernels=False)
+    answer = federation.algorithm.answer(federation.server)
+    for clients, sent in without._groups(answer, 50):
+        for items in (None, torch.from_numpy(parts().test_candidates[clients].astype(np.int64))):
+            expected = without._scores(federation.store, answer, clients, sent, items)
+            found = federation.evaluator._scores(federation.store, answer, clients, sent, items)
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)

@@ -17,7 +17,7 @@ from scipy import stats
 from fedbench.data import Interactions
 from fedbench.errors import DataError
 from fedbench.protocol import PRESETS, Protocol
-from fedbench.split import Samples, Split, cohort_of, sample_round, split
+from fedbench.split import Samples, Split, _outside, _smallest, cohort_of, sample_round, split, unseen
 
 SPLITS = ("time", "random", "item-order")
 small = settings(max_examples=25, deadline=None)
@@ -340,3 +340,22 @@ def test_uniform_takes_everybody_equally_often_and_seeds_differ() -> None:
     assert np.abs(visits - 200).max() < 5 * np.sqrt(1000 * 0.2 * 0.8)
     for sampling in ("uniform", "queue"):
         assert not np.array_equal(cohort_of(1, 1000, 50, sampling, 0), cohort_of(1, 1000, 50, sampling, 1))
+
+
+@given(size=st.integers(1, 3000), share=st.floats(0.001, 1), seed=st.integers(0, 99))
+@small
+def test_the_smallest_keys_are_those_that_a_whole_sort_finds(size: int, share: float, seed: int) -> None:
+    key = np.random.default_rng(seed).integers(0, 2**64, size, np.uint64)
+    n = max(1, int(size * share))
+    assert np.array_equal(_smallest(key, n), np.argsort(key, kind="stable")[:n])
+    assert np.array_equal(_smallest(key | np.uint64(2**63), n), np.argsort(key | np.uint64(2**63), kind="stable")[:n])
+
+
+@given(items=st.integers(1, 60), seed=st.integers(0, 99))
+@small
+def test_the_list_of_unseen_items_is_what_the_search_finds(items: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    seen = np.sort(rng.choice(items, rng.integers(0, items + 1), replace=False)).astype(np.int32)
+    listed = _outside(seen, items)
+    assert listed.tolist() == sorted(set(range(items)) - set(seen.tolist()))
+    assert listed.tolist() == [unseen(seen, rank) for rank in range(items - len(seen))]
