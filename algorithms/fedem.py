@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from fedbench.aggregate import signatures, similarity, solve_weights, weighted_tables
+from fedbench.aggregate import delivered, signatures, similarity, solve_weights, weighted_tables
 from fedbench.algorithm import Algorithm, Answer, Batch, Phase, Tensors, World, bce
 from fedbench.draw import Draw
 from fedbench.engine import Uploads
@@ -66,6 +65,7 @@ class FedEM(Algorithm):
     """all clients start from one user vector and one adapter; apart, their item tables point nowhere in common and cannot be mixed"""
 
     published = {"rounds": 100, "agg_ratio": 0.1, "init_items": 1.0, "init_user": 1.0}
+    mailed = ("tables",)
     choices = {
         **Algorithm.choices,
         "merge": MERGES,
@@ -152,16 +152,7 @@ class FedEM(Algorithm):
         picked = draw.subset("aggregated", n, self.aggregated(n))
         tables = uploads.dense("items", picked)
         mixed = weighted_tables(self.weights(tables, uploads.dense("samples", picked)), tables)
-        slot = torch.full((uploads.world.clients,), -1, device=tables.device)
-        slot[uploads.clients[picked]] = torch.arange(len(picked), device=tables.device)
-        if not server:
-            return {"tables": mixed, "slot": slot}
-        waiting = server["slot"] >= 0  # a table that its client has not come for yet stays
-        waiting[uploads.clients] = False
-        waiting = waiting.nonzero()[:, 0]
-        slot[waiting] = len(picked) + torch.arange(len(waiting), device=tables.device)
-        kept = server["tables"][server["slot"][waiting]]
-        return {"tables": torch.cat([mixed, kept]) if len(waiting) else mixed, "slot": slot}
+        return delivered(server, "tables", mixed, uploads.clients[picked], uploads)
 
     def weights(self, tables: Tensor, samples: Tensor) -> Tensor:
         """[S, M, d], [S] -> [S, S]: row u says how much each table weighs in client u's mixture."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +12,11 @@ from numba import njit
 from torch import Tensor
 
 from fedbench.errors import FedbenchError, NotFinite, UsageError
+from fedbench.store import Disk, Picked, filled
+
+if TYPE_CHECKING:
+    from fedbench.algorithm import Tensors
+    from fedbench.engine import Uploads
 
 AVERAGES = ("sum", "cohort", "touching")
 BLOCK = 1 << 26
@@ -161,3 +166,30 @@ def _onto_limits(x: np.ndarray, max_weight: float) -> np.ndarray:
 def weighted_tables(weights: Tensor, tables: Tensor) -> Tensor:
     """[S, S], [S, M, d] -> [S, M, d]: every client's own mixture of all tables."""
     return (weights.to(tables.dtype) @ tables.flatten(1)).view_as(tables)
+
+
+def delivered(server: Tensors, name: str, value: Tensor, to: Tensor, uploads: Uploads) -> Tensors:
+    """The server with `value` [S, ...] for the clients `to` [S], beside what others have not come for yet: `name` and `slot` [U]."""
+    if not value.sum().isfinite():
+        raise NotFinite(f"the server's {name}")
+    slot = torch.full((uploads.world.clients,), -1, device=value.device)
+    slot[to] = torch.arange(len(to), device=value.device)
+    waiting = torch.zeros_like(slot, dtype=torch.bool) if not server else server["slot"] >= 0
+    waiting[uploads.clients] = False
+    who = waiting.nonzero()[:, 0]
+    if not len(who):
+        return {name: value, "slot": slot}
+    before, rows = server[name], server["slot"][who]
+    if not isinstance(uploads.room, Disk):
+        slot[who] = len(to) + torch.arange(len(who), device=value.device)
+        return {name: torch.cat([value, before[rows]]), "slot": slot}
+    free = torch.ones(len(before), dtype=torch.bool)
+    free[server["slot"][server["slot"] >= 0]] = False  # nothing of the server before is overwritten: the step may be taken again
+    if free.sum() < len(to):
+        before = filled(uploads.room, len(slot) + len(uploads.clients), Picked(before, rows, uploads.room).chunks())
+        rows, free = torch.arange(len(who)), torch.arange(len(before)) >= len(who)
+    new = free.nonzero()[: len(to), 0]
+    uploads.room.reserve(before, new.numpy())
+    before[new] = value
+    slot[to], slot[who] = new, rows
+    return {name: before, "slot": slot}

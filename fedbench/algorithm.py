@@ -131,6 +131,8 @@ class Algorithm:
     """what `--recipe published` sets: the paper's own switches and hyper-parameters"""
     summed: ClassVar[tuple[str, ...]] = ()
     """uploads (no tables) that the server may see only as a sum over the cohort, by secure aggregation; see fedbench/secure.py"""
+    mailed: ClassVar[tuple[str, ...]] = ()
+    """the server's tensors that hold something for each of many clients: row `server["slot"][u]` is client u's, see aggregate.delivered"""
     reconstructs: ClassVar[bool] = False
     """clients keep nothing: evaluation rebuilds what `receive` adds to what was sent, by the first stage on all training samples"""
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"sampling": ("uniform", "queue")}

@@ -10,18 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from fedbench.errors import FedbenchError, UsageError
+from fedbench.store import Picked
 
 FOLDER = "checkpoint"
 MODEL = "model"
@@ -29,6 +32,10 @@ MODEL = "model"
 KEPT = 2
 AUTO_SECONDS, AUTO_SHARE = 60.0, 0.02
 """--checkpoint-every auto: this often, or less often where saving would take more than this share of the run"""
+
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+          torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
+"""what safetensors calls them"""
 
 log = logging.getLogger("fedbench")
 
@@ -41,8 +48,30 @@ class State:
     """of the tensors"""
     facts: dict[str, Any]
 
-    def tensors(self, device: str) -> dict[str, Tensor]:
-        return load_file(self.path, device=device)
+    def tensors(self, device: str) -> Saved:
+        return Saved(self.path, device)
+
+
+class Saved(Mapping[str, Tensor]):
+    """The tensors of a safetensors file. Each is mapped anew when it is asked for, so none needs to fit in memory."""
+
+    def __init__(self, path: Path, device: str) -> None:
+        self.path, self.device = path, device
+        with safe_open(path, "pt", device=device) as file:
+            self.names = tuple(file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.names:
+            raise KeyError(name)
+        with safe_open(self.path, "pt", device=self.device) as file:
+            found: Tensor = file.get_tensor(name)
+            return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
 
 
 @dataclass
@@ -80,15 +109,14 @@ class Cadence:
         self._next = time.monotonic() + max(self.seconds or 0, took / self.share)
 
 
-def save(out: Path, name: str, facts: dict[str, Any], tensors: dict[str, Tensor]) -> int:
+def save(out: Path, name: str, facts: dict[str, Any], tensors: Mapping[str, Tensor | Picked]) -> int:
     """Write the state `name` of the run in `out`; returns its size in bytes. The states before stay as they are."""
     folder = out / FOLDER
     try:
         folder.mkdir(exist_ok=True)
         part, place = folder / f"{name}.safetensors.part", folder / f"{name}.safetensors"
-        save_file(_apart(tensors), part)
+        digest = save_file(tensors, part)
         _sync(part)
-        digest = _file_digest(part)
         (folder / f"{name}.json").unlink(missing_ok=True)  # it vouches for the tensors that are replaced now
         part.replace(place)
         vouched = {"facts": facts, "tensors": digest}
@@ -98,7 +126,7 @@ def save(out: Path, name: str, facts: dict[str, Any], tensors: dict[str, Tensor]
         part.replace(folder / f"{name}.json")
         _sync(folder)
         return place.stat().st_size
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         for leftover in folder.glob("*.part"):
             leftover.unlink()
         before = rounds(out)
@@ -108,7 +136,7 @@ def save(out: Path, name: str, facts: dict[str, Any], tensors: dict[str, Tensor]
         ) from error
 
 
-def save_round(out: Path, round_: int, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def save_round(out: Path, round_: int, facts: dict[str, Any], tensors: Mapping[str, Tensor | Picked]) -> None:
     """Write the state after a round, with the metrics up to it on disk before, and keep the last two."""
     if (out / "metrics.jsonl").exists():
         _sync(out / "metrics.jsonl")
@@ -159,16 +187,36 @@ def read(out: Path, name: str) -> State:
         raise FedbenchError(f"{path} cannot be read ({_why(error)})") from None
 
 
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous, and no two in the same memory: the format refuses those."""
-    out: dict[str, Tensor] = {}
-    taken: set[int] = set()
-    for name, tensor in tensors.items():
-        whole = tensor.contiguous()
-        place = whole.untyped_storage().data_ptr()
-        out[name] = whole.clone() if place in taken else whole
-        taken.add(place)
-    return out
+def save_file(tensors: Mapping[str, Tensor | Picked], path: Path) -> str:
+    """Write a safetensors file, what is picked chunk by chunk; returns its SHA-256.
+
+    The file: the length of the header, the header in JSON with every tensor's place, then the numbers.
+    """
+    order = sorted(tensors, key=lambda name: (-_dtype(tensors[name]).itemsize, name))  # each at a multiple of its numbers' size
+    header: dict[str, Any] = {}
+    end = 0
+    for name in order:
+        start, kind = end, _dtype(tensors[name])
+        end += math.prod(tensors[name].shape) * kind.itemsize
+        header[name] = {"dtype": DTYPES[kind], "shape": list(tensors[name].shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in (len(text).to_bytes(8, "little"), text):
+            file.write(part)
+            digest.update(part)
+        for name in order:
+            value = tensors[name]
+            for chunk in [value] if isinstance(value, Tensor) else value.chunks():
+                numbers = memoryview(chunk.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+                file.write(numbers)
+                digest.update(numbers)
+    return digest.hexdigest()
+
+
+def _dtype(value: Tensor | Picked) -> torch.dtype:
+    return value.dtype if isinstance(value, Tensor) else value.tensor.dtype
 
 
 def _why(error: Exception) -> str:

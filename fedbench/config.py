@@ -29,6 +29,7 @@ from fedbench.data import DatasetOptions
 from fedbench.errors import FedbenchError, UsageError
 from fedbench.failures import Failures
 from fedbench.protocol import PRESETS, Protocol
+from fedbench.store import STORES
 
 RECIPES = ("clean", "published")
 CHOICES = {
@@ -51,7 +52,7 @@ SHORT = {"clients_per_round": "-n", "local_epochs": "-e"}
 SYNTHETIC = ("users", "items", "interactions", "data_seed")
 MOST_SEEDS = 1000
 NOT_HASHED = (
-    *("recipe", "device", "threads", "compile", "kernel", "block_rows", "out", "resume", "mlflow", "experiment"),
+    *("recipe", "device", "threads", "compile", "kernel", "block_rows", "client_store", "out", "resume", "mlflow", "experiment"),
     *("checkpoint_every", "keep_state", "quiet", "debug", "data_dir", "cache_dir"),
 )
 """what moves no result beyond rounding, and `recipe`, whose effect is in the fields"""
@@ -92,6 +93,8 @@ class RunConfig:
     """fused CPU kernels: auto (where the algorithm has one) or off"""
     block_rows: int | None = None
     """rows of clients' tables in one block; chosen from cache or memory size if not given"""
+    client_store: str = "auto"
+    """where clients' own state lies: ram, mmap (a sparse file inside --out), a folder for that file, or auto: ram if it fits, else mmap"""
     eval_every: int = 1
     """rounds between two evaluations"""
     out: Path | None = None
@@ -244,7 +247,17 @@ def _read_path(value: object) -> Path:
 JOBS = Flag("jobs", int, 1, "with several seeds or folds: runs at once, each a process; they share the CPU threads (default: 1)")
 _READ = {int: _read_int, float: _read_float, str: _read_str, bool: _read_bool, Path: _read_path}
 _EXPECTED = {int: "a whole number", float: "a number", str: "a word", bool: "true or false", Path: "a path"}
-_METAVAR = {int: "N", float: "X", str: "WORD", Path: "PATH", "algo": "NAME", "dataset": "NAME", "seeds": "N-N", "resume": "HOW"}
+_METAVAR = {
+    int: "N",
+    float: "X",
+    str: "WORD",
+    Path: "PATH",
+    "algo": "NAME",
+    "dataset": "NAME",
+    "seeds": "N-N",
+    "resume": "HOW",
+    "client_store": "WHERE",
+}
 
 
 def resolve(argv: Sequence[str]) -> RunConfig:
@@ -388,6 +401,8 @@ def _check(config: RunConfig) -> None:
     Cadence.of(config.checkpoint_every)
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", config.device):
         raise UsageError(f"--device must be auto, cpu, cuda, cuda:<number> or mps, not {config.device!r}")
+    if config.client_store not in STORES and not os.path.isdir(config.client_store):
+        raise UsageError(f"--client-store must be auto, ram, mmap or a folder; there is no folder {config.client_store!r}")
     if config.out is not None and os.path.isfile(config.out):
         raise UsageError(f"--out {config.out}: is a file; name a folder")
     if config.resume not in ("auto", "never") and not os.path.isdir(config.resume):
@@ -467,7 +482,7 @@ def flag_groups(cls: type[Algorithm] | None) -> dict[str, list[Flag]]:
     groups["protocol (defaults by preset)"] = _flags(Protocol, protocols.CHOICES, skip=("name",))
     groups["failures"] = _flags(Failures, {})
     groups["data"] = _flags(DatasetOptions, {}, skip=("ncf",))
-    groups["machine"] = [run[key] for key in ("device", "dtype", "threads", "compile", "kernel", "block_rows")]
+    groups["machine"] = [run[key] for key in ("device", "dtype", "threads", "compile", "kernel", "block_rows", "client_store")]
     groups["output"] = [
         run[key] for key in ("eval_every", "out", "resume", "checkpoint_every", "keep_state", "mlflow", "experiment", "quiet", "debug")
     ]

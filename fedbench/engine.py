@@ -26,7 +26,7 @@ from fedbench.algorithm import Algorithm, Answer, Batch, Phase, Stage, Tensors, 
 from fedbench.draw import keys
 from fedbench.secure import BYTES, masked_sum
 from fedbench.split import Samples, orders
-from fedbench.store import ClientStore
+from fedbench.store import ClientStore, Memory
 
 WIDE = 16
 """a block of clients that only rebuild a private part is so many times as large: no gradients and moments need to stay in the cache"""
@@ -49,6 +49,8 @@ class Uploads:
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     unreadable: Tensor | None = None
     """[n] whether an upload arrived in another shape than asked for, so that its numbers here mean nothing"""
+    room: Memory = Memory()  # noqa: RUF009 (it holds nothing)
+    """where the server lays what it keeps for each of many clients"""
 
     def rows(self, name: str) -> Rows:
         """Touched rows of a shared table."""
@@ -275,6 +277,7 @@ class Engine:
         epochs [n]: how many local epochs each client finishes, if not all of them. Clients of a kind (as many epochs, sent something
         or not) are trained together.
         """
+        store.take_part(samples.clients)
         answer = self.algorithm.answer(server)
         clients = torch.from_numpy(samples.clients).to(self.device)
         sent = sent_to(answer, clients)

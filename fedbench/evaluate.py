@@ -151,10 +151,8 @@ class Evaluator:
     def __init__(self, algorithm: Algorithm, split: Split, device: str, kernels: bool = True) -> None:
         self.algorithm, self.split, self.device = algorithm, split, device
         self.kernels = kernels and device == "cpu"
-        self.sampled = {
-            "val": self._first(split.val_item, split.val_candidates),
-            "test": self._first(split.test_item, split.test_candidates),
-        }
+        self.at_start = np.zeros((4, 0), np.int64)
+        """[4, U] sampled and full ranks of clients that never took part, 0 if not known yet; empty while there are none"""
 
     def outcome(self, store: ClientStore, answer: Answer) -> dict[str, np.ndarray]:
         """What metrics are made of: the rank of each client's held-out item [U], or on a rating split each prediction [N]."""
@@ -168,7 +166,7 @@ class Evaluator:
             order = np.argsort(counts, kind="stable")
             some = torch.from_numpy(order[counts[order] > 0]).to(self.device)
             found[name] = np.empty(len(held.item))
-            for clients, sent in self.groups(answer, int(counts.max()), some):
+            for clients, sent in self.groups(store, answer, int(counts.max()), some):
                 where = clients.cpu().numpy()
                 items, real = self._padded(held.item, held.ptr, where)
                 scores = self.scores(store, answer, clients, sent, items)
@@ -185,6 +183,7 @@ class Evaluator:
 
     def scores(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, items: Tensor | None = None) -> Tensor:
         """[C, K] each client's scores of its K items, or of all of them: by a fused kernel where one fits."""
+        store = store.lend(clients)
         plan = self.algorithm.fused_score(sent) if self.kernels else None
         place = in_place(plan, clients.numpy(), answer, store) if plan else None
         ranked = np.arange(self.split.items)[None] if items is None else items.cpu().numpy()
@@ -203,33 +202,50 @@ class Evaluator:
             self.algorithm.score, own, sent_whole(answer, clients) if items is None else sent_rows(answer, clients, items, tables)
         )
 
-    def _first(self, item: np.ndarray, candidates: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.concatenate([item[:, None], candidates], axis=1).astype(np.int64)).to(self.device)
-
     def sampled_ranks(self, store: ClientStore, answer: Answer) -> dict[str, np.ndarray]:
         """{"val": [U], "test": [U]} among the sampled candidates."""
-        width = {name: items.shape[1] for name, items in self.sampled.items()}
-        both = torch.cat([self.sampled["val"], self.sampled["test"]], dim=1)
-        out = np.empty((2, self.split.clients), np.int64)
-        for clients, sent in self.groups(answer, both.shape[1]):
-            scores = self.scores(store, answer, clients, sent, both[clients])
-            where = clients.cpu().numpy()
-            out[0, where] = ranks_among(scores[:, : width["val"]]).cpu().numpy()
-            out[1, where] = ranks_among(scores[:, width["val"] :]).cpu().numpy()
-        return {"val": out[0], "test": out[1]}
+        return self._ranks(store, answer, full=False)
 
     def full_ranks(self, store: ClientStore, answer: Answer) -> dict[str, np.ndarray]:
         """The same among all items outside the client's training items (for test, outside its validation item too)."""
-        split = self.split
-        out = np.empty((2, split.clients), np.int64)
-        for clients, sent in self.groups(answer, split.items):
-            where = clients.cpu().numpy()
-            scores = self.scores(store, answer, clients, sent)
-            out[:, where] = ranks_among_unseen(scores, split, where)
+        return self._ranks(store, answer, full=True)
+
+    def _ranks(self, store: ClientStore, answer: Answer, full: bool) -> dict[str, np.ndarray]:
+        out = np.empty((2, self.split.clients), np.int64)
+        for clients, sent in self.groups(store, answer, self.split.items if full else 2 + 2 * self.split.test_candidates.shape[1]):
+            fresh = store.fresh(clients)
+            if fresh is not None and fresh.all() and not sent:
+                found = self._at_start(store, clients)[2 * full : 2 * full + 2]
+            else:
+                found = (self._full if full else self._sampled)(store, answer, clients, sent)
+            out[:, clients.cpu().numpy()] = found
         return {"val": out[0], "test": out[1]}
 
-    def groups(self, answer: Answer, width: int, everyone: Tensor | None = None) -> Iterator[tuple[Tensor, bool]]:
-        """Chunks of clients that were all sent something, or all nothing."""
+    def _sampled(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool) -> np.ndarray:
+        """[2, C] ranks of the validation and test items of these clients among the sampled candidates."""
+        split, where = self.split, clients.cpu().numpy()
+        lists = (split.val_item[where, None], split.val_candidates[where], split.test_item[where, None], split.test_candidates[where])
+        items = torch.from_numpy(np.concatenate(lists, axis=1).astype(np.int64)).to(self.device)
+        scores, width = self.scores(store, answer, clients, sent, items), 1 + split.val_candidates.shape[1]
+        return torch.stack([ranks_among(scores[:, :width]), ranks_among(scores[:, width:])]).cpu().numpy()
+
+    def _full(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool) -> np.ndarray:
+        """The same among all items."""
+        return ranks_among_unseen(self.scores(store, answer, clients, sent), self.split, clients.cpu().numpy())
+
+    def _at_start(self, store: ClientStore, clients: Tensor) -> np.ndarray:
+        """[4, C] sampled and full ranks of clients that never took part and are sent nothing. They stay, so they are found once."""
+        if not self.at_start.size:
+            self.at_start = np.zeros((4, self.split.clients), np.int64)
+        where = clients.numpy()
+        new = clients[self.at_start[0, where] == 0]
+        if len(new):
+            lent = store.lend(new)
+            self.at_start[:, new.numpy()] = np.concatenate([ranks(lent, Answer(), new, False) for ranks in (self._sampled, self._full)])
+        return self.at_start[:, where]
+
+    def groups(self, store: ClientStore, answer: Answer, width: int, everyone: Tensor | None = None) -> Iterator[tuple[Tensor, bool]]:
+        """Chunks of clients that were all sent something or all nothing, and that are all as they started, not stored, or none."""
         everyone = torch.arange(self.split.clients, device=self.device) if everyone is None else everyone
         if answer.slot is None:
             groups = [(everyone, bool(answer.shared))]
@@ -237,9 +253,11 @@ class Evaluator:
             has = answer.slot[everyone] >= 0
             groups = [(everyone[has], True), (everyone[~has], False)]
         for clients, sent in groups:
-            for chunk in clients.split(max(1, FULL_ROWS // width)):
-                if len(chunk):
-                    yield chunk, sent
+            fresh = store.fresh(clients)
+            for some, rows in [(clients, width)] if fresh is None else [(clients[~fresh], width), (clients[fresh], self.split.items)]:
+                for chunk in some.split(max(1, FULL_ROWS // rows)):
+                    if len(chunk):
+                        yield chunk, sent
 
 
 def ranks_among_unseen(scores: Tensor, split: Split, clients: np.ndarray) -> np.ndarray:

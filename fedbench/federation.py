@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from fedbench.errors import FedbenchError, NotFinite
 from fedbench.evaluate import Evaluator
 from fedbench.failures import Failures
 from fedbench.split import TRAIN, Samples, Split, cohort_of, sample_round
-from fedbench.store import ClientStore
+from fedbench.store import ClientStore, Disk, Picked, at_once, filled, room_for
 
 COUNTED = ("dropped", "stragglers", "rejected")
 
@@ -62,9 +63,11 @@ class Federation:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         failures: Failures = Failures(),  # noqa: B008 (frozen)
+        client_store: str = "ram",
+        folder: Path | None = None,
         **engine: Any,
     ) -> Federation:
-        """Round 0: the server and all clients initialised."""
+        """Round 0: the server and all clients initialised. See `room_for` for `client_store` and `folder`."""
         world = world_of(split)
         draw = Draw(seed, 0, None, dtype, device)
         runs = Engine(algorithm, world, seed, device, dtype, **engine)
@@ -73,7 +76,7 @@ class Federation:
             split,
             runs,
             algorithm.init_server(world, draw),
-            ClientStore(algorithm, world, draw),
+            ClientStore(algorithm, world, draw, room_for(client_store, folder, algorithm, world, draw)),
             Evaluator(algorithm, split, device, runs.kernels),
             seed,
             visits=np.zeros(split.clients, np.int64),
@@ -123,6 +126,7 @@ class Federation:
         self.server, seen = self.aggregated(taken)
         self.visits[cohort] += 1
         self.bytes_down += result.bytes_down
+        self.store.room.release()
         return replace(result, uploads=seen, loss=result.loss[~lost])
 
     def central_round(self, algorithm: Central, pool: Pool) -> Round:
@@ -148,10 +152,12 @@ class Federation:
             return self.server, uploads
         sound = uploads.finite() if uploads.summed else None
         if sound is None or sound.all():
-            sealed = uploads.sealed(self.seed, self.round)
+            sealed = replace(uploads.sealed(self.seed, self.round), room=self.store.room)
             try:
                 draw = Draw(self.seed, self.round, None, self.engine.dtype, self.engine.device)
-                return finite(self.algorithm.aggregate(self.server, sealed, draw)), sealed
+                server = self.algorithm.aggregate(self.server, sealed, draw)
+                finite({name: value for name, value in server.items() if name not in self.algorithm.mailed})
+                return server, sealed
             except NotFinite as error:
                 sound = uploads.finite()
                 if sound.all():
@@ -159,16 +165,44 @@ class Federation:
         self.counts["rejected"] += int((~sound).sum())
         return self.aggregated(uploads.only(sound))
 
-    def state(self) -> Tensors:
-        """What the server and all clients hold, by name; not copied."""
-        server = {f"server/{name}": value for name, value in self.server.items()}
-        return server | {f"client/{name}": value for name, value in self.store.tensors.items()}
+    def state(self) -> dict[str, Tensor | Picked]:
+        """What the server and all clients hold, by name; not copied. On disk: what the `clients` hold that have taken part."""
+        server: dict[str, Tensor | Picked] = {f"server/{name}": value for name, value in self.server.items()}
+        room, kept = self.store.room, self.store.kept
+        if kept is None:
+            return server | {f"client/{name}": value for name, value in self.store.tensors.items()}
+        for name in self.algorithm.mailed if self.server else ():
+            slot = self.server["slot"]
+            has = slot >= 0
+            server[f"server/{name}"] = Picked(self.server[name], slot[has], room)
+            server["server/slot"] = torch.where(has, has.cumsum(0) - 1, -1)
+        clients = torch.from_numpy(np.flatnonzero(kept))
+        return (
+            server | {"clients": clients} | {f"client/{name}": Picked(value, clients, room) for name, value in self.store.tensors.items()}
+        )
 
-    def set_state(self, state: Tensors) -> None:
+    def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state` gave; names and shapes of what clients hold must be those of this federation."""
-        for name, tensor in self.store.tensors.items():
-            tensor.copy_(_of_shape(state[f"client/{name}"], tensor))
+        store = self.store
+        clients = state["clients"].cpu() if "clients" in state else torch.arange(self.split.clients)
+        store.overwrite(clients.numpy())
+        for name, tensor in store.tensors.items():
+            _check_form(state[f"client/{name}"], (len(clients), *tensor.shape[1:]), tensor.dtype)
+            for start in range(0, len(clients), at_once(tensor)):
+                some = slice(start, start + at_once(tensor))
+                tensor[clients[some]] = state[f"client/{name}"][some]
+                store.room.release()
         self.server = {name.removeprefix("server/"): value for name, value in state.items() if name.startswith("server/")}
+        if isinstance(store.room, Disk):
+            for name in self.algorithm.mailed if self.server else ():
+                rows, size = len(self.server[name]), at_once(self.server[name])
+                chunks = (state[f"server/{name}"][start : start + size] for start in range(0, rows, size))
+                self.server[name] = filled(store.room, len(self.visits) + rows, chunks)
+
+    def close(self) -> None:
+        """Give the room of what server and clients hold back."""
+        self.store.close()
+        self.server, self.rebuilt = {}, None
 
     def spent(self, unit: str) -> int:
         """How much of a budget in rounds, visits or bytes is used."""
@@ -208,7 +242,6 @@ def finite(server: Tensors) -> Tensors:
     return server
 
 
-def _of_shape(found: Tensor, expected: Tensor) -> Tensor:
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        raise ValueError(f"{tuple(found.shape)} {found.dtype} where {tuple(expected.shape)} {expected.dtype} belongs")
-    return found
+def _check_form(found: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if found.shape != shape or found.dtype != dtype:
+        raise ValueError(f"{tuple(found.shape)} {found.dtype} where {shape} {dtype} belongs")

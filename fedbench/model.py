@@ -19,13 +19,14 @@ from numba import njit, prange
 from fedbench import checkpoint, config
 from fedbench.algorithm import Tensors
 from fedbench.config import RunConfig
+from fedbench.draw import Draw
 from fedbench.engine import Engine
 from fedbench.errors import DataError, UsageError
 from fedbench.evaluate import Evaluator
 from fedbench.federation import world_of
 from fedbench.run import beginning, prepare
 from fedbench.split import Split, sample_round
-from fedbench.store import ClientStore
+from fedbench.store import ClientStore, SomeClients
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Model:
         if not 1 <= k <= self.split.items:
             raise UsageError(f"-k {k}: must be from 1 to {self.split.items}, the number of items")
         private, answer = self.private(clients), self.config.algorithm.answer(self.server)
-        for chunk, sent in self.evaluator.groups(answer, self.split.items, torch.from_numpy(clients)):
+        for chunk, sent in self.evaluator.groups(private, answer, self.split.items, torch.from_numpy(clients)):
             scores = self.evaluator.scores(private, answer, chunk, sent).contiguous().numpy()
             where = chunk.numpy()
             item, score = np.empty((len(where), k), np.int64), np.empty((len(where), k), scores.dtype)
@@ -149,6 +150,9 @@ def load(folder: Path, data_dir: Path | None = None) -> Model:
     mine = np.isin(np.repeat(np.arange(split.clients), split.train_counts), split.trainers)
     known = np.bincount(split.train_item[mine], minlength=split.items) > 0
     store = ClientStore.of(beginning(tensors, "client/"))
+    if "clients" in tensors:
+        draw = Draw(made.seed, 0, None, torch.float64 if made.dtype == "float64" else torch.float32)
+        store = SomeClients(made.algorithm, world_of(split), draw, store.tensors, tensors["clients"].numpy())
     return Model(made, split, known, names, beginning(tensors, "server/"), store, int(state.facts["round"]))
 
 

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy as np
 import pandas as pd
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from tqdm import tqdm
 
 from fedbench import checkpoint, mirror, pool, registry
@@ -34,6 +35,7 @@ from fedbench.lock import claimed
 from fedbench.protocol import Protocol
 from fedbench.results import Best, final_table, human, mean_table, over_runs, peak_rss_mb, per_client, refit_summary, summarise
 from fedbench.split import Split, split
+from fedbench.store import Disk, Picked
 from fedbench.tracking import RunLog, plain, read_json, setup_logging, write_json
 
 log = logging.getLogger("fedbench")
@@ -112,8 +114,10 @@ def carry_out(
         describe(dataset, parts, config, device, out)
         dtype = torch.float64 if config.dtype == "float64" else torch.float32
         how: dict[str, Any] = {"kernel": config.kernel, "block_rows": config.block_rows, "compile": config.compile}
+        how |= {"client_store": config.client_store, "folder": out}
         start = partial(Federation.start, config.algorithm, seed=config.seed, device=device, dtype=dtype, failures=config.failures, **how)
         federation = start(split=parts)
+        describe_store(federation, config)
         best = Best()
         if state:
             restore(state, federation, best)
@@ -122,7 +126,7 @@ def carry_out(
         try:
             train(federation, best, run_log, config, out)
         except Diverged:
-            federation.store.tensors.clear()  # two of them need not fit in memory
+            federation.close()  # two of them need not fit in memory
             if config.checkpoint_every != "never":
                 save_again(out, start(split=parts), federation.round - 1, best, config)
             raise
@@ -130,7 +134,7 @@ def carry_out(
         refitted = None
         if config.refit:
             save(out, federation, best, config)
-            del federation  # two of them need not fit in memory
+            federation.close()  # two of them need not fit in memory
             federation = start(split=parts.with_validation_in_training())
             refitted = refit(federation, best.round, run_log, config, out)
             summary |= {"refit": refit_summary(best.round, refitted), "peak_rss_mb": peak_rss_mb()}
@@ -370,9 +374,21 @@ def describe(dataset: Interactions, parts: Split, config: RunConfig, device: str
     log.info("%s, recipe %s, seed %d, on %s, into %s", config.algo, config.recipe, config.seed, device, out)
 
 
+def describe_store(federation: Federation, config: RunConfig) -> None:
+    """Say where clients' state lies, if not in memory."""
+    store = federation.store
+    if isinstance(store.room, Disk):
+        if config.keep_state == "best":
+            raise UsageError("--keep-state best copies what clients keep in memory, and it is in a file here; use last or none")
+        most = store.client_bytes * federation.split.clients
+        log.info(
+            "what clients keep is in a sparse file in %s, which goes when the run ends: %s if all take part", store.room.folder, human(most)
+        )
+
+
 def save(out: Path, federation: Federation, best: Best, config: RunConfig) -> None:
     """The state after the last finished round."""
-    tensors = federation.state()
+    tensors: dict[str, Tensor | Picked] = federation.state()
     tensors |= {f"best/{name}": torch.from_numpy(value) for name, value in best.outcome.items()}
     if best.round != federation.round:
         tensors |= {f"best_state/{name}": value for name, value in best.state.items()}
@@ -429,17 +445,19 @@ def restore(state: checkpoint.State, federation: Federation, best: Best) -> None
     log.info("going on after round %d", federation.round)
 
 
-def beginning(tensors: Tensors, prefix: str) -> Tensors:
+def beginning(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def copied(tensors: Tensors) -> Tensors:
-    return {name: value.clone() for name, value in tensors.items()}
+def copied(tensors: Mapping[str, Tensor | Picked]) -> Tensors:
+    return {name: value.clone() for name, value in tensors.items() if isinstance(value, Tensor)}
 
 
 def keeps_best(federation: Federation, config: RunConfig) -> bool:
     """Whether the reported round's state is copied while the run goes on."""
-    size = sum(value.numel() * value.element_size() for value in federation.state().values())
+    if isinstance(federation.store.room, Disk):
+        return False
+    size = sum(value.numel() * value.element_size() for value in federation.state().values() if isinstance(value, Tensor))
     return not config.refit and (config.keep_state == "best" or (config.keep_state == "auto" and size <= KEEP_BEST_BYTES))
 
 
@@ -448,6 +466,7 @@ def keep_model(out: Path, federation: Federation, best: Best, config: RunConfig)
     if config.keep_state == "none":
         return
     checkpoint.prune(out, keep=1)
+    state: Mapping[str, Tensor | Picked]
     round_, state = (best.round, best.state) if best.state else (federation.round, federation.state())
     size = checkpoint.save(out, checkpoint.MODEL, state_facts(federation, config) | {"round": round_, "best_round": best.round}, state)
     hint = "" if round_ == best.round else f", not of the reported round {best.round}: --keep-state best keeps that"

@@ -35,6 +35,7 @@ COMMON = f"{DATA} --rounds {ROUNDS} --dim 8 --threads 1 --checkpoint-every 2 --q
 ALGORITHMS = {
     "fedmf": "--algo fedmf",
     "fedem": "--algo fedem --adapter 16,8,1 -e 2 -n 40",
+    "fedem_mapped": "--algo fedem --adapter 16,8,1 -e 2 -n 20 --client-store mmap",
     "fedavg_ncf": "--algo fedavg_ncf --layers 16,8 -n 40 -e 1",
 }
 PATIENCE = 300

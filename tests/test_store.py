@@ -1,0 +1,191 @@
+"""Clients' state in files: the same numbers as in memory, only those that took part stored, and a checkpoint that fits both."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from algorithms.fedavg_ncf import FedAvgNCF
+from algorithms.fedem import FedEM
+from algorithms.fedmf import FedMF
+from algorithms.local import Local
+from fedbench import checkpoint, cli, model, run
+from fedbench import store as store_file
+from fedbench.algorithm import Algorithm, World
+from fedbench.config import RunConfig
+from fedbench.draw import Draw
+from fedbench.errors import FedbenchError
+from fedbench.federation import Federation
+from fedbench.results import Best
+from fedbench.store import ClientStore, Disk, Memory, Picked, room_for
+from tests.test_engine import SMALL, small_split
+from tests.test_run import lines_of, result, summary_of
+
+FEDEM = FedEM(**{**SMALL, "clients_per_round": 7}, adapter=(16, 8, 1))
+ALGORITHMS = {
+    "fedem": FEDEM,
+    "fedem, half aggregated": replace(FEDEM, agg_ratio=0.5),
+    "fedem, static": replace(FEDEM, merge="static"),
+    "local": Local(**{**SMALL, "clients_per_round": 7}),
+    "fedmf": FedMF(**{**SMALL, "clients_per_round": 7}),
+    "fedavg_ncf": FedAvgNCF(**{**SMALL, "clients_per_round": 7}, layers=(16, 8), sampling="uniform"),
+}
+each = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS.keys())
+
+
+def started(algorithm: Algorithm, folder: Path | None = None, kernel: str = "auto") -> Federation:
+    where = {} if folder is None else {"client_store": "mmap", "folder": folder}
+    return Federation.start(algorithm, small_split(), 0, kernel=kernel, **where)  # type: ignore[arg-type]
+
+
+def held(federation: Federation) -> dict[str, Tensor]:
+    """What every client keeps, and what the server keeps for each that it has something for."""
+    everyone = torch.arange(federation.split.clients)
+    found: dict[str, Tensor] = {}
+    for name, tensor in federation.store.tensors.items():
+        mapped = federation.store.kept is not None
+        found[name] = torch.cat([federation.store.lend(u).read(u)[name] for u in everyone.split(1)]) if mapped else tensor
+    server = dict(federation.server)
+    if "slot" in server:
+        slot = server.pop("slot")
+        server |= {"has": slot >= 0, "tables": server["tables"][slot[slot >= 0]]}
+    return found | {f"server/{name}": value for name, value in server.items()}
+
+
+def assert_equal(found: Mapping[str, object], expected: Mapping[str, object]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.array_equal(np.asarray(found[name]), np.asarray(value)), name
+
+
+@each
+@pytest.mark.parametrize("kernel", ["auto", "off"])
+def test_on_disk_as_in_memory(algorithm: Algorithm, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, disk = started(algorithm, kernel=kernel), started(algorithm, tmp_path, kernel)
+    monkeypatch.setattr(store_file, "CHUNK", 58 * 8 * 2)  # what is chunked and released often is the same
+    for _ in range(4):
+        expected, found = memory.next_round(), disk.next_round()
+        assert torch.equal(found.loss, expected.loss)
+        assert_equal(disk.sampled_ranks(), memory.sampled_ranks())
+    assert_equal(disk.full_ranks(), memory.full_ranks())
+    assert_equal(held(disk), held(memory))
+    assert disk.store.kept is not None and (disk.store.kept == (memory.visits > 0)).all() and not disk.store.kept.all()
+
+
+def test_only_those_that_took_part_are_stored(tmp_path: Path) -> None:
+    """A table of 20,000 x 64 numbers for each of 50,000 clients would be 256 GB."""
+    store = ClientStore(Local(dim=64), World(50_000, 20_000), Draw(0), Disk(tmp_path))
+    assert store.tensors["items"].shape == (50_000, 20_000, 64)
+    first = store.initial(np.array([49_999]))
+    store.take_part(np.array([3, 49_999]))
+    assert torch.equal(store.tensors["items"][49_999], first["items"][0])
+    used = sum(os.fstat(file.fileno()).st_blocks * 512 for file, _ in store.room.files.values())  # type: ignore[attr-defined]
+    assert 2 * store.client_bytes <= used < 3 * store.client_bytes
+    assert list(tmp_path.iterdir()) == [], "nothing to be left behind"
+
+
+def test_what_is_released_stays(tmp_path: Path) -> None:
+    room = Disk(tmp_path)
+    tensor = room.allocate((5, 3000), torch.float64, "cpu")
+    tensor[2] = 7
+    room.release()
+    assert torch.equal(tensor[2], torch.full((3000,), 7.0, dtype=torch.float64)) and not tensor[[0, 1, 3, 4]].any()
+
+
+@each
+@pytest.mark.parametrize("there", ["memory", "disk"])
+@pytest.mark.parametrize("here", ["memory", "disk"])
+def test_a_checkpoint_of_one_fits_the_other(
+    algorithm: Algorithm, there: str, here: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_file, "CHUNK", 58 * 8 * 2)
+    config = RunConfig(algo=algorithm.name, algorithm=algorithm, dataset="synthetic")
+    steady, stopped, fresh = (started(algorithm, tmp_path if kind == "disk" else None) for kind in ("memory", there, here))
+    for _ in range(3):
+        steady.next_round()
+        stopped.next_round()
+    run.save(tmp_path, stopped, Best(), config)
+    stopped.next_round()  # the files go on, the checkpoint does not
+    state = checkpoint.newest(tmp_path)
+    assert state is not None
+    run.restore(state, fresh, Best())
+    for federation in (steady, fresh):
+        federation.next_round()
+    assert_equal(held(fresh), held(steady))
+    assert_equal(fresh.full_ranks(), steady.full_ranks())
+
+
+def test_a_checkpoint_has_only_those_that_took_part(tmp_path: Path) -> None:
+    federation = started(FEDEM, tmp_path)
+    federation.next_round()
+    picked = federation.state()["client/items"]
+    assert isinstance(picked, Picked) and picked.shape == (7, federation.split.items, 8)
+    run.save(tmp_path, federation, Best(), RunConfig(algo="fedem", algorithm=FEDEM, dataset="synthetic"))
+    saved = checkpoint.read(tmp_path, "round-1").tensors("cpu")
+    assert torch.equal(saved["clients"], torch.from_numpy(np.flatnonzero(federation.visits)))
+    assert torch.equal(saved["client/items"], federation.store.tensors["items"][saved["clients"]])
+
+
+def test_auto_asks_how_much_memory_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, draw = World(100, 50), Draw(0)
+    each = sum(value.numel() for value in Local(dim=8).init_client(world, replace(draw, clients=np.arange(1))).values()) * 4
+    for free, kind in ((100 * each, Memory), (100 * each - 1, Disk)):
+        monkeypatch.setattr(store_file, "free_memory", lambda free=free: free)
+        assert type(room_for("auto", tmp_path, Local(dim=8), world, draw)) is kind
+    with pytest.raises(FedbenchError, match="use --client-store mmap"):
+        ClientStore(Local(dim=8), world, draw)
+
+
+def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    federation = started(FEDEM, tmp_path)
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(FedbenchError, match="has no room for what clients keep .No space left on device.; make room"):
+        federation.next_round()
+
+
+WORDS = "--algo fedem --adapter 16,8,1 --dim 8 -e 2 -n 10 --rounds 3 --dataset synthetic --users 40 --items 80 --interactions 10"
+
+
+def carry_out(words: str, out: Path) -> int:
+    return cli.main([*f"{WORDS} --no-mlflow --quiet {words}".split(), "--out", str(out)])
+
+
+def test_a_run_with_a_mapped_store(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    stores = {"ram": "ram", "mmap": "mmap", "folder": str(tmp_path / "elsewhere")}
+    for name, where in stores.items():
+        assert carry_out(f"--client-store {where} --keep-state last", tmp_path / name) == 0
+    for name in ("mmap", "folder"):
+        assert result(summary_of(tmp_path / name)) == result(summary_of(tmp_path / "ram"))
+        assert [{**line, "seconds": 0} for line in lines_of(tmp_path / name)] == [
+            {**line, "seconds": 0} for line in lines_of(tmp_path / "ram")
+        ]
+        assert (tmp_path / name / "per_client.parquet").read_bytes() == (tmp_path / "ram" / "per_client.parquet").read_bytes()
+    recommended = [model.load(tmp_path / name).recommend(np.arange(40), 5) for name in ("ram", "mmap")]
+    assert recommended[0].equals(recommended[1]) and recommended[0]["user"].nunique() == 40
+    assert {path.name for path in (tmp_path / "mmap").iterdir()} == {path.name for path in (tmp_path / "ram").iterdir()}
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--client-store disk", "--client-store must be auto, ram, mmap or a folder; there is no folder 'disk'"),
+        ("--client-store mmap --keep-state best", "--keep-state best copies what clients keep in memory"),
+    ],
+)
+def test_words_that_make_no_sense(words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert carry_out(words, tmp_path / "r") == 2
+    assert said in capsys.readouterr().err
