@@ -379,7 +379,7 @@ def describe_store(federation: Federation, config: RunConfig) -> None:
     store = federation.store
     if isinstance(store.room, Disk):
         if config.keep_state == "best":
-            raise UsageError("--keep-state best copies what clients keep in memory, and it is in a file here; use last or none")
+            log.warning("--keep-state best would copy what clients keep, which does not fit in memory; the last round's state is kept")
         most = store.client_bytes * federation.split.clients
         log.info(
             "what clients keep is in a sparse file in %s, which goes when the run ends: %s if all take part", store.room.folder, human(most)
