@@ -155,11 +155,11 @@ class FedEM(Algorithm):
         return delivered(server, "tables", mixed, uploads.clients[picked], uploads)
 
     def weights(self, tables: Tensor, samples: Tensor) -> Tensor:
-        """[S, M, d], [S] -> [S, S]: row u says how much each table weighs in client u's mixture."""
+        """[S, M, d], [S] -> [S, S]: row u says how much each table weighs in client u's mixture; [1, S] if that is the same for all."""
         p = samples.double() / samples.sum().clamp(min=1)
         cap = max(self.max_weight, 1 / len(p))  # fewer clients than expected may have answered
-        if self.aggregation == "avg":
-            return solve_weights(p.expand(len(p), -1), self.solver, cap)
+        if self.aggregation == "avg" or (self.aggregation == "both" and self.alpha == 0):
+            return solve_weights(p[None], self.solver, cap)
         sigma = similarity(signatures(tables), self.similarity)
         if self.exclude_self:
             sigma.fill_diagonal_(0)

@@ -132,7 +132,7 @@ def _problem(size: int, max_weight: float) -> tuple[Any, Any, Any]:
 
 
 def solve_weights(target: Tensor, solver: str, max_weight: float = 1.0) -> Tensor:
-    """[S, S] -> [S, S]: each row's x of `minimise |x|² - 2 targetᵀx, x >= 0, Σx = 1`, no entry over max_weight.
+    """[R, S] -> [R, S]: each row's x of `minimise |x|² - 2 targetᵀx, x >= 0, Σx = 1`, no entry over max_weight.
 
     Without a cap that is the projection onto the simplex (exact); with one, and on request, cvxpy solves it.
     """
@@ -164,16 +164,19 @@ def _onto_limits(x: np.ndarray, max_weight: float) -> np.ndarray:
 
 
 def weighted_tables(weights: Tensor, tables: Tensor) -> Tensor:
-    """[S, S], [S, M, d] -> [S, M, d]: every client's own mixture of all tables."""
-    return (weights.to(tables.dtype) @ tables.flatten(1)).view_as(tables)
+    """[R, S], [S, M, d] -> [R, M, d]: a mixture of all tables for each row of weights."""
+    return (weights.to(tables.dtype) @ tables.flatten(1)).view(len(weights), *tables.shape[1:])
 
 
 def delivered(server: Tensors, name: str, value: Tensor, to: Tensor, uploads: Uploads) -> Tensors:
-    """The server with `value` [S, ...] for the clients `to` [S], beside what others have not come for yet: `name` and `slot` [U]."""
+    """The server with `value` [S, ...] for the clients `to` [S], beside what others have not come for yet: `name` and `slot` [U].
+
+    `value` may be one for all of them, [1, ...].
+    """
     if not value.sum().isfinite():
         raise NotFinite(f"the server's {name}")
     slot = torch.full((uploads.world.clients,), -1, device=value.device)
-    slot[to] = torch.arange(len(to), device=value.device)
+    slot[to] = torch.arange(len(to), device=value.device) if len(value) > 1 else 0
     waiting = torch.zeros_like(slot, dtype=torch.bool) if not server else server["slot"] >= 0
     waiting[uploads.clients] = False
     who = waiting.nonzero()[:, 0]
@@ -181,7 +184,7 @@ def delivered(server: Tensors, name: str, value: Tensor, to: Tensor, uploads: Up
         return {name: value, "slot": slot}
     before, rows = server[name], server["slot"][who]
     if not isinstance(uploads.room, Disk):
-        slot[who] = len(to) + torch.arange(len(who), device=value.device)
+        slot[who] = len(value) + torch.arange(len(who), device=value.device)
         return {name: torch.cat([value, before[rows]]), "slot": slot}
     free = torch.ones(len(before), dtype=torch.bool)
     free[server["slot"][server["slot"] >= 0]] = False  # nothing of the server before is overwritten: the step may be taken again
