@@ -141,6 +141,9 @@ class FedRecMF(SharedModel):
     def answer(self, server: Tensors) -> Answer:
         return Answer({name: server[name] for name in ("items", "mean", "rate")})
 
+    def for_new_users(self, server: Tensors) -> Tensors:
+        return {**server, "rate": torch.ones_like(server["rate"])}
+
     def aggregate(self, server: Tensors, uploads: Uploads, draw: Draw) -> Tensors:
         samples = uploads.dense("samples")
         gradients = self.predicts_ratings and self.form == "batch"

@@ -10,6 +10,7 @@ import io
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -21,8 +22,19 @@ from datasets.rows import assemble_coded
 from fedbench.data import DatasetOptions, Interactions
 from fedbench.errors import DataError
 
-COLUMNS = ("user", "item", "rating", "time")
-FORM = "user,item[,rating][,time]"
+
+class Form(NamedTuple):
+    """The columns that a file may have, in the order of a file without a header, and how many of them it must have."""
+
+    columns: tuple[str, ...]
+    needed: int
+
+    def __str__(self) -> str:
+        return ",".join(self.columns[: self.needed]) + "".join(f"[,{name}]" for name in self.columns[self.needed :])
+
+
+INTERACTIONS = Form(("user", "item", "rating", "time"), 2)
+HISTORY = Form(("item", "rating"), 1)
 LONGEST_ID = 1000
 """characters; a longer one is a sign of a broken file"""
 LARGEST_RATING = float(np.finfo(np.float32).max)
@@ -30,8 +42,8 @@ LARGEST_RATING = float(np.finfo(np.float32).max)
 
 def load_csv(path: Path, options: DatasetOptions) -> Interactions:
     """Read the file at `path`; nothing in `options` matters to it."""
-    content = _read(path)
-    names, first_row = _columns(content, path)
+    content = _read(path, INTERACTIONS)
+    names, first_row = _columns(content, path, INTERACTIONS)
     columns = _read_fast(content, names, first_row) or _read_exactly(content, names, first_row, path)
     coded = {name: pd.factorize(columns[name]) for name in ("user", "item")}
     rating = columns.get("rating")
@@ -49,7 +61,13 @@ def load_csv(path: Path, options: DatasetOptions) -> Interactions:
     )
 
 
-def _read(path: Path) -> bytes:
+def load_history(path: Path) -> dict[str, np.ndarray]:
+    """What one user has met: `item` as text and, if the file has it, `rating`."""
+    content = _read(path, HISTORY)
+    return _read_exactly(content, *_columns(content, path, HISTORY), path)
+
+
+def _read(path: Path, form: Form) -> bytes:
     try:
         if path.is_dir():
             raise DataError(f"{path} is a folder; give the path of a CSV file in it")
@@ -57,7 +75,7 @@ def _read(path: Path) -> bytes:
             raise DataError(f"{path} is not a regular file; give the path of a CSV file")
         content = path.read_bytes()
     except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file; give the path of a CSV file with columns {FORM}") from error
+        raise DataError(f"{path}: no such file; give the path of a CSV file with columns {form}") from error
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     try:
@@ -66,21 +84,21 @@ def _read(path: Path) -> bytes:
         line = content[: error.start].count(b"\n") + 1
         raise DataError(f"{path}:{line}: byte 0x{content[error.start]:02x} is not UTF-8; save the file as UTF-8 text") from error
     if not text.strip():
-        raise DataError(f"{path} is empty; rows are {FORM}")
+        raise DataError(f"{path} is empty; rows are {form}")
     return text.encode()
 
 
-def _columns(content: bytes, path: Path) -> tuple[tuple[str, ...], int]:
+def _columns(content: bytes, path: Path, form: Form) -> tuple[tuple[str, ...], int]:
     """The columns in the file's order, and the line on which to look for the first row of data."""
     line, cells = next(_rows(content, path))
     names = tuple(cell.strip().lower() for cell in cells)
-    if not {"user", "item"} <= set(names):
-        if not 2 <= len(cells) <= len(COLUMNS):
-            raise DataError(f"{path}:{line}: {len(cells)} columns; rows are {FORM}")
-        return COLUMNS[: len(cells)], line
+    if not set(form.columns[: form.needed]) <= set(names):
+        if not form.needed <= len(cells) <= len(form.columns):
+            raise DataError(f"{path}:{line}: {len(cells)} columns; rows are {form}")
+        return form.columns[: len(cells)], line
     for name in names:
-        if name not in COLUMNS:
-            raise DataError(f"{path}:{line}: column {_short(name)} is not known; leave only {FORM}")
+        if name not in form.columns:
+            raise DataError(f"{path}:{line}: column {_short(name)} is not known; leave only {form}")
         if names.count(name) > 1:
             raise DataError(f"{path}:{line}: column {name!r} stands there twice; leave one")
     return names, line + 1
@@ -130,7 +148,7 @@ def _read_exactly(content: bytes, names: tuple[str, ...], first_row: int, path: 
             raise DataError(f"{path}:{line}: {len(row)} columns where {len(names)} belong ({','.join(names)})")
         for name, cell in zip(names, row, strict=True):
             cells[name].append(_value(name, cell, f"{path}:{line}"))
-    if not cells["user"]:
+    if not cells["item"]:
         raise DataError(f"{path} has a header and no rows; rows are {','.join(names)}")
     kinds: dict[str, type] = {"user": object, "item": object, "rating": np.float64, "time": np.int64}
     return {name: np.array(values, dtype=kinds[name]) for name, values in cells.items()}
@@ -159,7 +177,7 @@ def _value(name: str, cell: str, where: str) -> str | float | int:
             raise DataError(f"{where}: {name} has {len(cell)} characters; an id has at most {LONGEST_ID}")
         return cell
     needs = "ratings are numbers such as 4.5" if name == "rating" else "times are whole seconds such as 978300760"
-    hint = f"{needs} (a header line must name user and item)" if where.endswith(":1") else needs
+    hint = f"{needs} (a header line must name the columns)" if where.endswith(":1") else needs
     try:
         number = float(cell)
         exact = number if name == "rating" else _whole(cell)

@@ -18,6 +18,7 @@ COMMANDS = {
     "fetch": ("fedbench.cli:fetch", "bring datasets into the cache"),
     "list": ("fedbench.cli:show_list", "show algorithms and datasets"),
     "report": ("fedbench.report:main", "compare finished runs in one page"),
+    "evaluate": ("fedbench.measure:main", "measure a finished run's model again, also on new users"),
     "recommend": ("fedbench.recommend:main", "what a trained model recommends"),
 }
 USAGE = "usage: python -m fedbench COMMAND [flags]\n\n" + "\n".join(f"  {name:<10} {what}" for name, (_, what) in COMMANDS.items())

@@ -185,6 +185,10 @@ class Algorithm:
         """The server's step over a round's stacked uploads [n, ...]; it sees nothing else. `draw` is this round's randomness."""
         return server
 
+    def for_new_users(self, server: Tensors) -> Tensors:
+        """The server as clients meet it that were not in training and learn what is private to them; a schedule begins anew."""
+        return server
+
     # ---- one client --------------------------------------------------------------------------------------------------
     def init_client(self, world: World, draw: Draw) -> Tensors:
         """What a client keeps between rounds: private, never sent unless `upload` returns it."""

@@ -43,7 +43,7 @@ CHOICES = {
 AT_LEAST = {
     **dict.fromkeys(("rounds", "clients_per_round", "local_epochs", "batch_size", "dim", "eval_negatives"), 1),
     **dict.fromkeys(("users", "items", "interactions", "threads", "block_rows", "eval_every", "budget_value", "jobs"), 1),
-    **dict.fromkeys(("negatives", "stop_below", "min_interactions", "seed", "split_seed", "data_seed", "fold"), 0),
+    **dict.fromkeys(("negatives", "stop_below", "min_interactions", "seed", "split_seed", "data_seed", "fold", "new_users"), 0),
     "folds": 2,
 }
 OR_NUMBER = ("checkpoint_every", "max_upload_norm")
@@ -131,6 +131,7 @@ class RunConfig:
     def identity(self) -> dict[str, Any]:
         """What determines the result. A file counts by its content, not by its path."""
         skipped = {*NOT_HASHED, *(key for key, value in _values(self.failures).items() if value == getattr(Failures, key))}
+        skipped |= set() if self.protocol.new_users else {"new_users"}
         values = {key: value for key, value in self.to_dict().items() if key not in skipped}
         return values | {"algo": _identity(self.algo), "dataset": _identity(self.dataset)}
 
@@ -435,6 +436,10 @@ def _check_split(algo: str, algorithm: Algorithm, protocol: Protocol) -> None:
         raise UsageError(f"--split {split} holds out items to rank and {algo} predicts ratings; use --split kfold{change}")
     if split == "users" and not algorithm.reconstructs:
         raise UsageError(f"--split users tests clients that never took part, and {algo} cannot reconstruct them; use --split kfold")
+    if protocol.new_users >= 1:
+        raise UsageError(f"--new-users must be a share below 1, such as 0.1, not {protocol.new_users:g}")
+    if protocol.new_users and protocol.ratings:
+        raise UsageError(f"--new-users is for rankings, and --split {split} holds out ratings; use --split users")
     if split != "kfold":
         for key in protocols.FOLD_FIELDS:
             if getattr(protocol, key) != getattr(Protocol, key):

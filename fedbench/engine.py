@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -380,8 +380,21 @@ class Engine:
                 rebuilt[name][block.clients] = held[name]
         return rebuilt
 
-    def run_block(self, block: Block, answer: Answer, store: ClientStore) -> tuple[Tensor, Tensors, int]:
-        """Receive (own tables are merged by now), train, keep; returns the losses [C] and what is uploaded of shared tables."""
+    def adapt(self, server: Tensors, store: ClientStore, samples: Samples, when: int) -> None:
+        """Clients learn what is private to them, all that they are sent being frozen; `store` is updated and nothing is uploaded."""
+        answer = self.algorithm.answer(server)
+        clients = torch.from_numpy(samples.clients).to(self.device)
+        sent = sent_to(answer, clients)
+        if sent.any() and any(name in store.tensors for name in self.algorithm.tables):
+            merge_whole_tables(self.algorithm, clients[torch.from_numpy(sent).to(self.device)], answer, store)
+        for block in self.packed(samples, 2 * self.algorithm.local_epochs + sent, when, self.block_rows):
+            self.run_block(block, answer, store, frozen=True)
+
+    def run_block(self, block: Block, answer: Answer, store: ClientStore, frozen: bool = False) -> tuple[Tensor, Tensors, int]:
+        """Receive (own tables are merged by now), train, keep; returns the losses [C] and what is uploaded of shared tables.
+
+        frozen: only what is private is trained.
+        """
         algorithm = self.algorithm if block.epochs == self.algorithm.local_epochs else replace(self.algorithm, local_epochs=block.epochs)
         own_tables = [name for name in algorithm.tables if name in store.tensors]
         own = store.rows(block.clients, block.rows, algorithm.tables)
@@ -389,7 +402,8 @@ class Engine:
         held = own if own_tables and block.sent else vmapped(algorithm.receive, own, sent)
         loss = torch.zeros(len(block.clients), dtype=self.dtype, device=self.device)
         moved = epoch = 0
-        for stage in algorithm.stages(sent):
+        stages = algorithm.stages(sent)
+        for stage in of_private(stages, store.tensors) if frozen else stages:
             held, loss, steps = self.work(block.part(stage), held, sent, stage, epoch)
             epoch += stage.epochs
             for name in own_tables:
@@ -403,7 +417,7 @@ class Engine:
                 store.tensors[name][client, block.rows.reshape(-1)[block.valid]] = flat
             else:
                 store.write(block.clients, name, held[name])
-        if own_tables:
+        if own_tables or frozen:
             return loss, {}, moved
         return loss, vmapped(algorithm.upload, held, sent, block.count.to(self.dtype)), moved
 
@@ -510,6 +524,15 @@ def in_place(plan: fused.DotBCE | None, clients: np.ndarray, answer: Answer, sto
         return fused.Clients(tables, at, user, at, shared, nobody, adapter)
     assert answer.slot is not None
     return fused.Clients(tables, at, user, at, answer.personal[plan.items].numpy(), answer.slot[clients].numpy(), adapter)
+
+
+def of_private(stages: tuple[Stage, ...], private: Collection[str]) -> Iterator[Stage]:
+    """The stages with the optimizer steps of private names alone; closed forms as they are, for only what is private is kept of them."""
+    for stage in stages:
+        phases = [phase._replace(names=tuple(name for name in phase.names if name in private)) for phase in stage.phases]
+        left = tuple(phase for phase in phases if phase.names)
+        if left or not stage.phases:
+            yield stage._replace(phases=left, fused=None)
 
 
 def rows_that_fit(dim: int, device: str) -> int:

@@ -84,6 +84,21 @@ def popularity_ranks(split: Split) -> dict[str, np.ndarray]:
     return ranks
 
 
+def trained_items(split: Split) -> np.ndarray:
+    """[M] whether somebody who takes part trains on an item."""
+    mine = np.isin(np.repeat(np.arange(split.clients), split.train_counts), split.trainers)
+    return np.bincount(split.train_item[mine], minlength=split.items) > 0
+
+
+def new_item_metrics(split: Split, ranks: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """How many items nobody trains on, how many clients have one of them held out for test, and how the method ranks those."""
+    new = ~trained_items(split)
+    met = new[split.test_item]
+    counts = {"items": int(new.sum()), "clients": int(met.sum())}
+    hits = {f"{prefix}hr_10": float((ranks[f"{prefix}test"][met] <= 10).mean()) for prefix in ("", "full_")} if met.any() else {}
+    return {**counts, **hits}
+
+
 def rating_metrics(predicted: np.ndarray, rating: np.ndarray, low: float, high: float) -> dict[str, float]:
     """RMSE, MAE and accuracy (within half a point) of predictions clamped to the rating scale."""
     error = np.clip(np.asarray(predicted, np.float64), low, high) - np.asarray(rating, np.float64)

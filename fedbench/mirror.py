@@ -33,7 +33,7 @@ BATCH_METRICS, BATCH_PARAMS, PARAM_LENGTH, TAG_LENGTH = 1000, 100, 6000, 8000
 """what MLflow takes in one log_batch call, and the longest value of a param and of a tag"""
 ROUNDS = {"metrics.jsonl": "", "refit.jsonl": "refit/"}
 """files with a line a round, and what their names begin with in MLflow"""
-FINAL = ("best/", "summary/", "refit/test/")
+FINAL = ("best/", "summary/", "refit/test/", "new_user/", "new_item/")
 """metrics of a whole run, not of a round"""
 
 

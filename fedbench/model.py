@@ -16,13 +16,13 @@ import pandas as pd
 import torch
 from numba import njit, prange
 
-from fedbench import checkpoint, config
+from fedbench import checkpoint, config, newcomers
 from fedbench.algorithm import Tensors
 from fedbench.config import RunConfig
 from fedbench.draw import Draw
 from fedbench.engine import Engine
 from fedbench.errors import DataError, UsageError
-from fedbench.evaluate import Evaluator
+from fedbench.evaluate import Evaluator, trained_items
 from fedbench.federation import world_of
 from fedbench.run import beginning, prepare
 from fedbench.split import Split, sample_round
@@ -41,7 +41,7 @@ class Model:
     """[M] titles, where the dataset has them"""
     server: Tensors
     store: ClientStore
-    """what clients keep; empty for clients that keep nothing"""
+    """what clients keep; empty for clients that keep nothing and rebuild it when they are asked for"""
     round: int
     """the round whose state this is"""
 
@@ -63,11 +63,32 @@ class Model:
     def private(self, clients: np.ndarray) -> ClientStore:
         """What these clients score with: what they keep, or what they rebuild from their training items."""
         a = self.config.algorithm
-        if not a.reconstructs:
+        if self.store.tensors or not a.reconstructs:
             return self.store
         seed, when = self.config.seed, self.round
         samples = sample_round(self.split, clients, a.evaluation_negatives, seed, when, purpose="negatives/evaluation")
         return ClientStore.of(self.engine.reconstruct(self.server, samples, when))
+
+    def with_history(self, item: np.ndarray, rating: np.ndarray, rounds: int = newcomers.ROUNDS) -> Model:
+        """The model of one user who was not in training and has these items, by number: what is private is learnt, the rest frozen."""
+        newcomers.check(self.config.algorithm, self.config.algorithm.answer(self.server))
+        order = np.argsort(item, kind="stable")
+        ptr, mine, nothing = np.array([0, len(item)]), item[order].astype(np.int32), np.empty(0, np.int32)
+        alone = replace(
+            self.split,
+            train_ptr=ptr,
+            train_item=mine,
+            train_rating=rating[order].astype(np.float32),
+            seen_ptr=ptr,
+            seen_item=mine,
+            **dict.fromkeys(("val_item", "val_rating", "test_item"), nothing),
+            **dict.fromkeys(("val_candidates", "test_candidates"), nothing[:, None]),
+            user_ids=np.array(["new"]),
+            held={},
+            role=None,
+        )
+        one = replace(self, split=alone)
+        return replace(one, store=newcomers.learn(one.engine, self.server, alone, rounds))
 
     def best(self, clients: np.ndarray, k: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Blocks of clients [C] with the numbers [C, k] of their best items and the scores of those; -1 where there are no more."""
@@ -147,13 +168,11 @@ def load(folder: Path, data_dir: Path | None = None) -> Model:
     tensors = state.tensors("cpu")
     position = {item: number for number, item in enumerate(data.item_ids)}
     names = None if data.item_names is None else data.item_names[[position[item] for item in split.item_ids]]
-    mine = np.isin(np.repeat(np.arange(split.clients), split.train_counts), split.trainers)
-    known = np.bincount(split.train_item[mine], minlength=split.items) > 0
     store = ClientStore.of(beginning(tensors, "client/"))
     if "clients" in tensors:
         draw = Draw(made.seed, 0, None, torch.float64 if made.dtype == "float64" else torch.float32)
         store = SomeClients(made.algorithm, world_of(split), draw, store.tensors, tensors["clients"].numpy())
-    return Model(made, split, known, names, beginning(tensors, "server/"), store, int(state.facts["round"]))
+    return Model(made, split, trained_items(split), names, beginning(tensors, "server/"), store, int(state.facts["round"]))
 
 
 def config_of(folder: Path) -> RunConfig:

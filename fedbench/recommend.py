@@ -1,8 +1,9 @@
-"""`python -m fedbench recommend`: what a trained model recommends, to one user or to all."""
+"""`python -m fedbench recommend`: what a trained model recommends, to one user, to all, or to somebody who was not in training."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,8 +13,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fedbench import config, model, registry
-from fedbench.errors import UsageError
+from datasets.csv_file import load_history
+from fedbench import config, model, newcomers, registry
+from fedbench.errors import DataError, UsageError
 from fedbench.model import Model
 from fedbench.tracking import setup_logging
 
@@ -24,13 +26,26 @@ examples:
   python train.py --algo fedmf --dataset ml-100k --out runs/mine
   python -m fedbench recommend --run runs/mine --user 42
   python -m fedbench recommend --run runs/mine --all -k 20 --out top20.parquet
+  python -m fedbench recommend --run runs/mine --history seen.csv
+
+--history is for a user who was not in training. The file has a column item and, for methods that predict ratings, rating. What is private
+to a user is learnt from it as in training, with all that is shared frozen, and forgotten afterwards. Methods without a shared part say so.
 """
+
+
+ROUNDS_HELP = (
+    f"how often a new user trains the private part on freshly drawn negatives; closed forms need none (default: {newcomers.ROUNDS})"
+)
+MOST_NAMED = 5
+"""unknown items that a message names"""
+
+log = logging.getLogger("fedbench")
 
 
 def parser() -> config.Parser:
     made = config.Parser(
         prog="python -m fedbench recommend",
-        usage="python -m fedbench recommend --run DIR (--user ID | --all --out FILE.parquet) [flags]",
+        usage="python -m fedbench recommend --run DIR (--user ID | --all --out FILE.parquet | --history FILE.csv) [flags]",
         description="Recommend items with the model that a finished run kept.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -39,6 +54,8 @@ def parser() -> config.Parser:
     made.add_argument("--run", type=Path, metavar="DIR", help="folder of a finished run")
     made.add_argument("--user", metavar="ID", help="a user of the dataset, as its file calls them")
     made.add_argument("--all", action="store_true", help="every user that took part; needs --out")
+    made.add_argument("--history", type=Path, metavar="FILE", help="a .csv file with the items of a user who was not in training")
+    made.add_argument("--rounds", type=int, default=newcomers.ROUNDS, metavar="N", help=ROUNDS_HELP)
     made.add_argument("-k", type=int, default=10, metavar="N", help="how many items (default: 10)")
     made.add_argument(
         "--out", type=Path, metavar="FILE", help="a .parquet file to write: user, rank, item, score, and titles if there are any"
@@ -52,15 +69,19 @@ def main(argv: list[str]) -> int:
     given = parser().read(argv)
     if given.run is None:
         raise UsageError("--run is missing: give the folder of a finished run")
-    if (given.user is not None) + given.all != 1:
-        raise UsageError("say for whom: --user ID or --all")
+    if (given.user is not None) + given.all + (given.history is not None) != 1:
+        raise UsageError("say for whom: --user ID, --all or --history FILE")
+    if given.rounds < 1:
+        raise UsageError(f"--rounds must be at least 1, not {given.rounds}")
     if given.all and given.out is None:
         raise UsageError("--all needs --out FILE.parquet: there is a row for each user and item")
     if given.out is not None and given.out.suffix != ".parquet":
         raise UsageError(f"--out {given.out}: must end in .parquet")
     setup_logging(quiet=True, debug=given.debug)
     loaded = model.load(given.run, given.data_dir)
-    clients = np.arange(loaded.split.clients) if given.all else np.array([client_of(loaded, given.user)])
+    if given.history is not None:
+        loaded = loaded.with_history(*read_history(loaded, given.history), given.rounds)
+    clients = np.array([client_of(loaded, given.user)]) if given.user is not None else np.arange(loaded.split.clients)
     tables = loaded.tables(clients, given.k)
     if given.out is not None:
         rows = write(tables, given.out)
@@ -81,6 +102,28 @@ def client_of(loaded: Model, user: str) -> int:
         f"--user {user}: not among the {loaded.split.clients:,} users of {loaded.config.dataset} that took part "
         f"(those with {least} interactions or more); {hint}"
     )
+
+
+def read_history(loaded: Model, path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers and ratings of a file's items; of an item that stands there twice the last counts, unknown ones are named and skipped."""
+    rows = load_history(path)
+    if loaded.split.protocol.ratings and "rating" not in rows:
+        raise DataError(f"{path}: {loaded.config.algo} predicts ratings and learns from them; add a column rating")
+    number = {str(item): place for place, item in enumerate(loaded.split.item_ids)}
+    found = {
+        number[item]: rating
+        for item, rating in zip(rows["item"], rows.get("rating", np.ones(len(rows["item"]))), strict=True)
+        if item in number
+    }
+    unknown = [item for item in dict.fromkeys(rows["item"]) if item not in number]
+    named = ", ".join(unknown[:MOST_NAMED]) + (", ..." if len(unknown) > MOST_NAMED else "")
+    if not found:
+        raise DataError(f"{path}: none of its items is in {loaded.config.dataset} ({named}); use the ids of the dataset's own file")
+    if unknown:
+        log.warning(
+            "%s: %d of %d items are not in %s and are skipped: %s", path, len(unknown), len(rows["item"]), loaded.config.dataset, named
+        )
+    return np.array(list(found), np.int64), np.array(list(found.values()))
 
 
 def write(tables: Iterable[pd.DataFrame], out: Path) -> int:
@@ -109,7 +152,8 @@ def shown(loaded: Model, found: pd.DataFrame, client: int) -> str:
     split, made = loaded.split, loaded.config
     met, unknown = int(np.diff(split.seen_ptr)[client]), int((~loaded.known).sum())
     head = f"{made.algo} on {made.dataset}, round {loaded.round}: for user {split.user_ids[client]}, {len(found)} of {split.items:,} items"
-    left_out = f"left out: {met:,} items that this user has (training, validation and test), {unknown:,} that nobody trained on"
+    kind = "in the file" if split.clients == 1 and split.user_ids[0] == "new" else "training, validation and test"
+    left_out = f"left out: {met:,} items that this user has ({kind}), {unknown:,} that nobody trained on"
     rows = found.drop(columns="user").assign(score=found["score"].map("{:.4f}".format)).astype(str)
     widths = {name: max(len(name), int(rows[name].str.len().max())) for name in rows}
     right = {name: ">" if name in ("rank", "score") else "<" for name in rows}

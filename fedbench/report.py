@@ -135,7 +135,7 @@ def board_section(board: Board, rows: Sequence[Row]) -> Section:
     lead = f"Protocol {summary['protocol']} [{board.fingerprint}], {board.users:,} clients, {summary.get('items', 0):,} items. "
     lead += f"Best first by {board.lead.label}, on test, at the round that each run reports."
     title = f"{board.dataset}, protocol {summary['protocol']}{', ratings' if board.lead in RATING else ''}"
-    tables = [leaderboard(board, rows), differences(board, rows), costs(board), spread_table(board)]
+    tables = [leaderboard(board, rows), differences(board, rows), *new_users(board), costs(board), spread_table(board)]
     return Section(title, lead, board.leaky, warnings(board, rows), remarks_on(board), tables, list(figures(board, rows)))
 
 
@@ -230,6 +230,22 @@ def differences(board: Board, rows: Sequence[Row]) -> Table:
     if board.floor_values is None:
         caption += f" These runs do not tell {floor}'s result of each client, so there is no test against it."
     return Table("Significance", columns, lines, caption)
+
+
+def new_users(board: Board) -> list[Table]:
+    """Users kept out of training beside those that took part, if the protocol keeps any out."""
+    if "new_user" not in board.first.summary:
+        return []
+    shown = [metric for metric in RANKING if metric in board.metrics]
+    columns = ["method", "new users", *(label for metric in shown for label in (metric.label, "new users"))]
+    rows = []
+    for number, method in enumerate(board.methods):
+        values = [Cell(_number(method.mean(part, metric.key))) for metric in shown for part in ("test", "new_user")]
+        rows.append([Cell(f"{number + 1}. {method.name}"), Cell(f"{method.mean('new_user', 'clients'):,.0f}"), *values])
+    caption = (
+        "Users who were not in training learn what is private to them from their own items, the shared part being frozen; means over seeds."
+    )
+    return [Table("New users", columns, rows, caption)]
 
 
 def costs(board: Board) -> Table:

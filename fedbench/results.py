@@ -25,6 +25,7 @@ from fedbench.evaluate import (
     client_metrics,
     mean_predictions,
     metrics_of,
+    new_item_metrics,
     popularity_ranks,
     ranking_metrics,
     rating_floors,
@@ -101,7 +102,8 @@ def ranking_results(parts: Split, ranks: Mapping[str, np.ndarray]) -> dict[str, 
     floor = popularity_ranks(parts)
     popularity = {**ranking_metrics(floor["test"]), **ranking_metrics(floor["full_test"], "full_")}
     beats = metrics["test"]["ndcg_10"] > popularity["ndcg_10"]
-    return {**metrics, "popularity": popularity, "chance": chance_metrics(parts), "beats_popularity": beats}
+    found = {**metrics, "popularity": popularity, "chance": chance_metrics(parts), "beats_popularity": beats}
+    return found | {"new_item": new_item_metrics(parts, ranks)}
 
 
 def rating_results(parts: Split, predictions: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -148,6 +150,8 @@ def final_table(summary: dict[str, Any], parts: Split) -> str:
     rows = [(summary["algo"], summary["test"])]
     if "refit" in summary:
         rows.append((f"{summary['algo']} refit", summary["refit"]["test"]))
+    if "new_user" in summary:
+        rows.append((f"{summary['algo']}, {summary['new_user']['clients']:,} new users", summary["new_user"]))
     columns: tuple[str, ...]
     if parts.held:
         columns = ("rmse", "mae", "accuracy")

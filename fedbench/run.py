@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 
-from fedbench import checkpoint, mirror, pool, registry
+from fedbench import checkpoint, mirror, newcomers, pool, registry
 from fedbench.algorithm import Algorithm, Tensors
 from fedbench.config import RunConfig, placed, read_config
 from fedbench.data import Interactions
@@ -84,6 +84,8 @@ def run(config: RunConfig) -> dict[str, Any]:
     parts, dataset = prepare(config.dataset, config.protocol, config.data)
     algorithm = config.algorithm
     check_cohort(algorithm, parts)
+    if parts.newcomers:
+        newcomers.check_before_training(algorithm, parts, config.seed)
     out = choose_folder(config)
     with claimed(out):
         resume, state = going_on(out, config, parts)
@@ -131,6 +133,12 @@ def carry_out(
                 save_again(out, start(split=parts), federation.round - 1, best, config)
             raise
         summary = summarise(config, dataset, federation, best, mirror.read_lines(out / "metrics.jsonl"), device)
+        if parts.newcomers:
+            log.info("%s new users learn what is private to them", f"{parts.newcomers.clients:,}")
+            round_, state = (best.round, best.state) if best.state else (federation.round, federation.state())
+            server, how = beginning(state, "server/"), how | {"device": device, "dtype": dtype}
+            found = newcomers.metrics(config.algorithm, server, parts.newcomers, config.seed, **how)
+            summary |= {"new_user": {"round": round_, **found}}
         refitted = None
         if config.refit:
             save(out, federation, best, config)
@@ -363,6 +371,8 @@ def describe(dataset: Interactions, parts: Split, config: RunConfig, device: str
         log.info("%d repeated (user, item) rows merged: the latest stands", dataset.merged_rows)
     log.info("protocol %s [%s]: %s clients, %s items, split by %s", parts.protocol.name, parts.fingerprint, f"{parts.clients:,}",
              f"{parts.items:,}", parts.protocol.split)  # fmt: skip
+    if parts.newcomers:
+        log.info("%s more clients are kept out of training, to be tested as new users", f"{parts.newcomers.clients:,}")
     if parts.role is not None:
         log.info("%s clients take part; %s are for validation and %s for test", *(f"{n:,}" for n in np.bincount(parts.role)))
     if parts.protocol.eval_negatives < config.protocol.eval_negatives:

@@ -77,6 +77,8 @@ class Split:
     """[U] TRAIN, VAL or TEST in the users split; there the training items of the last two are their support half"""
     rating_min: float = 0.0
     rating_max: float = 1.0
+    newcomers: Split | None = None
+    """the clients that --new-users keeps out of all of this, with the same items"""
 
     @property
     def clients(self) -> int:
@@ -94,6 +96,20 @@ class Split:
     def chance(self, k: int = 10) -> float:
         """HR@k of a ranking that knows nothing, among the sampled candidates."""
         return min(1.0, k / (self.test_candidates.shape[1] + 1))
+
+    def of_clients(self, which: np.ndarray) -> Split:
+        """A ranking split of these clients alone, numbered anew in the order given; the items are as they were."""
+        train, seen = _lists(self.train_ptr, which), _lists(self.seen_ptr, which)
+        each = ("val_item", "val_rating", "test_item", "val_candidates", "test_candidates", "user_ids")
+        return replace(
+            self,
+            train_ptr=_from_counts(self.train_counts[which]),
+            train_item=self.train_item[train],
+            train_rating=self.train_rating[train],
+            seen_ptr=_from_counts(np.diff(self.seen_ptr)[which]),
+            seen_item=self.seen_item[seen],
+            **{name: getattr(self, name)[which] for name in each},
+        )
 
     def with_validation_in_training(self) -> Split:
         """The split of a refit: each client trains on its validation item too. Test items and candidates stay as they are."""
@@ -157,6 +173,12 @@ def _from_counts(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
+def _lists(ptr: np.ndarray, which: np.ndarray) -> np.ndarray:
+    """Positions of the values of these CSR lists, one list after another."""
+    counts = np.diff(ptr)[which]
+    return np.repeat(ptr[which] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+
+
 def split(data: Interactions, protocol: Protocol) -> Split:
     """Apply a protocol to a dataset. Deterministic: depends on the rows, not on their order, and on `split_seed`."""
     protocol = protocol.resolve(data)
@@ -178,7 +200,7 @@ def split(data: Interactions, protocol: Protocol) -> Split:
     by_item = np.lexsort((item, user))
     seen_item, train_sorted = item[by_item], train[by_item]
     protocol, val_candidates, test_candidates = _ranked_beside(data, protocol, seen_ptr, seen_item, items, user_codes, item_codes)
-    return Split(
+    whole = Split(
         protocol=protocol,
         fingerprint=protocol.fingerprint(checksum),
         checksum=checksum,
@@ -196,6 +218,16 @@ def split(data: Interactions, protocol: Protocol) -> Split:
         user_ids=data.user_ids[user_codes],
         item_ids=data.item_ids[item_codes],
     )
+    return _without_newcomers(whole, user_codes, data.name) if protocol.new_users else whole
+
+
+def _without_newcomers(whole: Split, user_codes: np.ndarray, name: str) -> Split:
+    """The clients that take part; those that do not, the first in the order of a seeded hash, are its `newcomers`."""
+    count = max(1, round(whole.protocol.new_users * whole.clients))
+    if count >= whole.clients:
+        raise DataError(f"{name}: of {whole.clients} users none is left to train; lower --new-users or use more data")
+    order = np.argsort(keys(whole.protocol.split_seed, 0, "newcomers", user_codes), kind="stable")
+    return replace(whole.of_clients(np.sort(order[count:])), newcomers=whole.of_clients(np.sort(order[:count])))
 
 
 def _filtered(data: Interactions, protocol: Protocol) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -32,6 +32,8 @@ CHILD_OF = "mlflow.parentRunId"
 """the tag by which MLflow knows the parent of a run; the parent comes from the environment: FEDBENCH_PARENT_RUN"""
 FILES = ("summary.json", "config.json", "metrics.jsonl", "per_client.parquet", "figures")
 """what of a run's folder MLflow keeps as artifacts"""
+ALONE = ("refit/", "new_user/", "new_item/")
+"""parts of the summary that keep their own names in MLflow"""
 FLUSH_SECONDS = 5.0
 """how often rounds reach MLflow"""
 
@@ -310,7 +312,7 @@ def params_of(config: dict[str, Any]) -> dict[str, str]:
 
 
 def final_metrics(summary: dict[str, Any], config: dict[str, Any]) -> dict[str, float]:
-    """The summary's numbers by MLflow name: best/val/..., best/test/..., refit/test/..., and summary/... for all else.
+    """The summary's numbers by MLflow name: best/val/..., best/test/..., refit/..., new_user/..., new_item/..., and summary/....
 
     What the config holds is a param already.
     """
@@ -318,7 +320,7 @@ def final_metrics(summary: dict[str, Any], config: dict[str, Any]) -> dict[str, 
     for key, value in flat({key: value for key, value in summary.items() if config.get(key) != value}).items():
         name = key.replace(".", "/")
         if isinstance(value, int | float) and not isinstance(value, bool):
-            place = "best/" if name.startswith(("val/", "test/")) else "" if name.startswith("refit/") else "summary/"
+            place = "best/" if name.startswith(("val/", "test/")) else "" if name.startswith(ALONE) else "summary/"
             metrics[place + name] = value
     return metrics
 

@@ -15,7 +15,7 @@ from fedbench.errors import UsageError
 from fedbench.protocol import CHOICES, PRESETS, Protocol
 
 CLEAN: dict[str, Any] = {"name": "clean", "split": "auto", "ties": "hash", "train_negatives": "clean", "select_on": "val",
-         "min_interactions": 5, "eval_negatives": 99, "candidates": "apart", "split_seed": 0}  # fmt: skip
+         "min_interactions": 5, "eval_negatives": 99, "candidates": "apart", "split_seed": 0, "new_users": 0.0}  # fmt: skip
 FOLDS: dict[str, Any] = {"folds": 5, "fold": None}
 
 

@@ -1,0 +1,69 @@
+"""`python -m fedbench evaluate`: the test metrics of a finished run's model, computed anew, for its own users and for new ones."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from fedbench import config, model, newcomers
+from fedbench.errors import UsageError
+from fedbench.evaluate import metrics_of, ranking_metrics
+from fedbench.recommend import ROUNDS_HELP
+from fedbench.tracking import setup_logging
+
+EPILOG = """--new-users needs a run that kept users out of training. They learn what is private to them from their own training items, with
+all that is shared frozen, and are tested as the others are: the same leave-one-out, candidates drawn in the same way.
+
+examples:
+  python train.py --algo fedmf --dataset ml-100k --new-users 0.1 --out runs/new
+  python -m fedbench evaluate --run runs/new --new-users
+"""
+COLUMNS = ("hr_10", "ndcg_10", "mrr", "full_hr_10", "full_ndcg_10", "rmse", "mae", "accuracy")
+
+
+def parser() -> config.Parser:
+    made = config.Parser(
+        prog="python -m fedbench evaluate",
+        usage="python -m fedbench evaluate --run DIR [--new-users] [flags]",
+        description="Measure the model that a finished run kept.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("--run", type=Path, metavar="DIR", help="folder of a finished run")
+    made.add_argument("--new-users", action="store_true", help="also the users that the run kept out of training")
+    made.add_argument("--rounds", type=int, default=newcomers.ROUNDS, metavar="N", help=ROUNDS_HELP)
+    made.add_argument("--data-dir", type=Path, metavar="DIR", help="where the dataset is now (default: as in the run)")
+    made.add_argument("--debug", action="store_true", help="show tracebacks")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    given = parser().read(argv)
+    if given.run is None:
+        raise UsageError("--run is missing: give the folder of a finished run")
+    if given.rounds < 1:
+        raise UsageError(f"--rounds must be at least 1, not {given.rounds}")
+    setup_logging(quiet=True, debug=given.debug)
+    if given.new_users and not model.config_of(given.run).protocol.new_users:
+        raise UsageError(f"--run {given.run}: all users were in training; train with --new-users 0.1 to keep a tenth of them out")
+    loaded = model.load(given.run, given.data_dir)
+    made, split = loaded.config, loaded.split
+    store, answer = loaded.private(np.arange(split.clients)), made.algorithm.answer(loaded.server)
+    mine = metrics_of(split, loaded.evaluator.outcome(store, answer))["test"]
+    if not split.held:
+        mine |= ranking_metrics(loaded.evaluator.full_ranks(store, answer)["test"], "full_")
+    rows = [(f"{split.clients:,} users", mine)]
+    if given.new_users and split.newcomers:
+        how = {"dtype": loaded.engine.dtype, "kernel": made.kernel, "block_rows": made.block_rows}
+        found = newcomers.metrics(made.algorithm, loaded.server, split.newcomers, made.seed, given.rounds, **how)
+        rows.append((f"{split.newcomers.clients:,} new users", found))
+    columns = [name for name in COLUMNS if name in mine]
+    width = max(len(name) for name, _ in rows) + 2
+    print(f"{made.algo} on {made.dataset}, protocol {split.protocol.name} [{split.fingerprint}], test at round {loaded.round}")
+    print(" " * width + "".join(f"{name.replace('_10', '@10').replace('_', ' ').upper():>14}" for name in columns))
+    for name, values in rows:
+        print(f"{name:<{width}}" + "".join(f"{values[column]:>14.4f}" for column in columns))
+    return 0
