@@ -20,6 +20,7 @@ COMMANDS = {
     "report": ("fedbench.report:main", "compare finished runs in one page"),
     "evaluate": ("fedbench.measure:main", "measure a finished run's model again, also on new users"),
     "recommend": ("fedbench.recommend:main", "what a trained model recommends"),
+    "log-model": ("fedbench.log_model:main", "put a trained model into MLflow, to be served"),
 }
 USAGE = "usage: python -m fedbench COMMAND [flags]\n\n" + "\n".join(f"  {name:<10} {what}" for name, (_, what) in COMMANDS.items())
 

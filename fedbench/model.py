@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import torch
 from numba import njit, prange
+from safetensors.torch import load_file, save_file
 
 from fedbench import checkpoint, config, newcomers
 from fedbench.algorithm import Tensors
@@ -27,6 +28,9 @@ from fedbench.federation import world_of
 from fedbench.run import beginning, prepare
 from fedbench.split import Split, sample_round
 from fedbench.store import ClientStore, SomeClients
+from fedbench.tracking import read_json, write_json
+
+TENSORS = "model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -191,3 +195,53 @@ def saved_state(folder: Path) -> checkpoint.State:
         hint = "it was told to keep none; train again without --keep-state none" if finished else "the run is not finished; go on with it"
         raise UsageError(f"--run {folder}: there is no saved state: {hint}")
     return checkpoint.read(folder, checkpoint.MODEL)
+
+
+# ---- apart from its run and its dataset -----------------------------------------------------------------------------------------
+
+
+def save(loaded: Model, folder: Path, algo: str) -> None:
+    """Write all that scoring needs: config.json, ids.json and model.safetensors. `algo`: where the algorithm will be found."""
+    split = loaded.split
+    private = loaded.private(np.arange(split.clients)).tensors
+    arrays = {"seen_ptr": split.seen_ptr, "seen_item": split.seen_item, "known": loaded.known}
+    tensors = {f"server/{name}": value for name, value in loaded.server.items()}
+    tensors |= {f"client/{name}": value for name, value in private.items()}
+    save_file(checkpoint.apart(tensors | {name: torch.from_numpy(value) for name, value in arrays.items()}), folder / TENSORS)
+    values = {key: value for key, value in loaded.config.to_dict().items() if key not in ("out", "resume", "data_dir", "cache_dir")}
+    write_json(folder / "config.json", values | {"algo": algo, "device": "cpu"})
+    names = None if loaded.item_names is None else loaded.item_names.tolist()
+    ids = {"user": split.user_ids.astype(str).tolist(), "item": split.item_ids.astype(str).tolist(), "item_names": names}
+    write_json(folder / "ids.json", ids | {"rating_min": split.rating_min, "rating_max": split.rating_max, "round": loaded.round})
+
+
+def read(folder: Path, beside: Path) -> Model:
+    """What `save` wrote; an algorithm that is a file is looked for in the folder `beside`."""
+    values, ids = read_json(folder / "config.json"), read_json(folder / "ids.json")
+    algo = str(beside / values["algo"]) if values["algo"].endswith(".py") else values["algo"]
+    made = config.resolve(["--config", str(folder / "config.json"), "--algo", algo])
+    tensors = load_file(folder / TENSORS)
+    ptr, item, nothing = tensors["seen_ptr"].numpy(), tensors["seen_item"].numpy(), np.empty(0, np.int32)
+    split = Split(
+        protocol=made.protocol,
+        fingerprint="",
+        checksum="",
+        items=len(ids["item"]),
+        train_ptr=ptr,
+        train_item=item,
+        train_rating=np.ones(len(item), np.float32),
+        seen_ptr=ptr,
+        seen_item=item,
+        val_item=nothing,
+        val_rating=nothing,
+        test_item=nothing,
+        val_candidates=nothing[:, None],
+        test_candidates=nothing[:, None],
+        user_ids=np.array(ids["user"], dtype=object),
+        item_ids=np.array(ids["item"], dtype=object),
+        rating_min=ids["rating_min"],
+        rating_max=ids["rating_max"],
+    )
+    names = None if ids["item_names"] is None else np.array(ids["item_names"], dtype=object)
+    store = ClientStore.of(beginning(tensors, "client/"))
+    return Model(made, split, tensors["known"].numpy(), names, beginning(tensors, "server/"), store, ids["round"])

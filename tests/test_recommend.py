@@ -114,7 +114,7 @@ def test_what_nobody_trained_on_is_not_recommended(folders: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--run {run}", "say for whom: --user ID or --all"),
+        ("--run {run}", "say for whom: --user ID, --all or --history FILE"),
         ("--user 1", "--run is missing"),
         ("--run {run} --user 1 --all", "say for whom"),
         ("--run {run} --all", "--all needs --out FILE.parquet"),
