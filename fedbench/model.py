@@ -6,6 +6,7 @@ it: of other items nothing is known.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -181,8 +182,8 @@ def load(folder: Path, data_dir: Path | None = None) -> Model:
 
 def config_of(folder: Path) -> RunConfig:
     """What a run was told."""
-    if not (folder / "config.json").is_file():
-        inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
+    if not os.path.isfile(folder / "config.json"):
+        inside = sorted(path.parent.name for path in folder.glob("*/config.json")) if os.path.isdir(folder) else []
         hint = f"give one of the runs in it, such as {folder / inside[0]}" if inside else "give the folder of a finished run"
         raise UsageError(f"--run {folder}: there is no run (no config.json); {hint}")
     return config.resolve(["--config", str(folder / "config.json")])

@@ -14,7 +14,6 @@ import pandas as pd
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 
-import fedbench
 from fedbench import model
 
 K = 10
@@ -24,7 +23,8 @@ class Recommender(mlflow.pyfunc.PythonModel):
     """What `python -m fedbench recommend` says, for users who took part."""
 
     def load_context(self, context: Any) -> None:
-        self.model = model.read(Path(context.artifacts["model"]), beside=Path(fedbench.__file__).parents[1])
+        folder = Path(context.artifacts["model"])
+        self.model = model.read(folder, beside=folder.parents[1] / "code")
 
     def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
         users = model_input["user"].astype(str)

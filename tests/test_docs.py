@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fedbench
-from fedbench import bench, cli, config, registry, report, study, sweep
+from fedbench import bench, cli, config, log_model, measure, recommend, registry, report, study, sweep
 from fedbench.algorithm import Algorithm
 
 ROOT = Path(__file__).parents[1]
@@ -20,6 +20,8 @@ ROOMS = "fedbench|algorithms|datasets|sweeps|tests|docs"
 
 OTHERS = r"ray|python -m mlflow|python -m pip"
 """commands whose flags are not ours"""
+
+PARSERS = {"report": report.parser, "recommend": recommend.parser, "evaluate": measure.parser, "log-model": log_model.parser}
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=PAGE_NAMES)
 
@@ -86,10 +88,12 @@ def test_sweeps_are_understood(page: Path, folder: Path, monkeypatch: pytest.Mon
 
 
 @each_page
-def test_reports_are_understood(page: Path) -> None:
-    for line in (line for text in blocks(page, "bash") for line in text.splitlines() if line.startswith("python -m fedbench report")):
-        given = report.parser().parse_args(shlex.split(line, comments=True)[4:])
-        assert bool(given.runs) != bool(given.experiment)
+def test_commands_on_finished_runs_are_understood(page: Path) -> None:
+    for line in (line for text in blocks(page, "bash") for line in text.splitlines() if line.startswith("python -m fedbench")):
+        name, *words = shlex.split(line, comments=True)[3:]
+        if name in PARSERS:
+            given = PARSERS[name]().read(words)
+            assert bool(given.runs) != bool(given.experiment) if name == "report" else given.run is not None
 
 
 @each_page
@@ -98,8 +102,8 @@ def test_flags_exist(page: Path, folder: Path) -> None:
     flags = [flag for cls in classes for group in config.flag_groups(cls).values() for flag in group]
     known = {flag.option for flag in flags} | {f"--no-{flag.option[2:]}" for flag in flags if flag.item_kind is bool}
     known |= {"--config", "--list", "--print-config", "--help", *sweep.own_options()}
-    own = [*report.parser()._actions, *bench.parser()._actions]
-    known |= {option for action in own for option in action.option_strings}
+    parsers = [*(make() for make in PARSERS.values()), bench.parser()]
+    known |= {option for parser in parsers for action in parser._actions for option in action.option_strings}
     text = re.sub(rf"^(?:{OTHERS}) .*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text))
     assert named <= known

@@ -275,7 +275,7 @@ def test_command_lines(words: list[str]) -> None:
         answer([*words, "--print-config"])
 
 
-COMMANDS = ["train", "audit", "bench", "fetch", "list", "sweep", "report", "--help", "-h", "tain"]
+COMMANDS = ["train", "audit", "bench", "fetch", "list", "sweep", "report", "recommend", "evaluate", "log-model", "--help", "-h", "tain"]
 
 
 @fuzz()
