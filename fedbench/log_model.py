@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,9 @@ def main(argv: list[str]) -> int:
     loaded = model.load(given.run, given.data_dir)
     uri = log_model(loaded, given.run, given.register)
     print(f"model  {uri}\n")
-    where = f"MLFLOW_TRACKING_URI={shlex.quote(mirror.tracking_uri())} python -m mlflow models"
-    print(f"{where} serve -m {uri} --env-manager local --host 127.0.0.1 --port 5001")
+    # MLflow starts its web server by name, so the folder of the programs must be on the path
+    where = f"PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH MLFLOW_TRACKING_URI={shlex.quote(mirror.tracking_uri())}"
+    print(f"{where} mlflow models serve -m {uri} --env-manager local --host 127.0.0.1 --port 5001")
     asked = f'{{"dataframe_records": [{{"user": "{loaded.split.user_ids[0]}", "k": 10}}]}}'
     print(f"curl http://127.0.0.1:5001/invocations -H 'Content-Type: application/json' -d {shlex.quote(asked)}")
     return 0
@@ -81,7 +83,7 @@ def log_model(loaded: Model, folder: Path, register: str | None = None) -> str:
     return made.model_uri
 
 
-def _place(client: Any, folder: Path, experiment: str) -> dict[str, str]:
+def _place(client: Any, folder: Path, experiment: str) -> dict[str, Any]:
     """The MLflow run that is the copy of this folder, or a new one."""
     from mlflow.exceptions import MlflowException
 

@@ -26,12 +26,15 @@ from fedbench.engine import Engine
 from fedbench.errors import DataError, UsageError
 from fedbench.evaluate import Evaluator, trained_items
 from fedbench.federation import world_of
+from fedbench.protocol import Protocol
 from fedbench.run import beginning, prepare
 from fedbench.split import Split, sample_round
 from fedbench.store import ClientStore, SomeClients
 from fedbench.tracking import read_json, write_json
 
 TENSORS = "model.safetensors"
+NEW_USER = "new"
+"""what a user is called who was not in training"""
 
 
 @dataclass(frozen=True)
@@ -77,21 +80,9 @@ class Model:
     def with_history(self, item: np.ndarray, rating: np.ndarray, rounds: int = newcomers.ROUNDS) -> Model:
         """The model of one user who was not in training and has these items, by number: what is private is learnt, the rest frozen."""
         newcomers.check(self.config.algorithm, self.config.algorithm.answer(self.server))
-        order = np.argsort(item, kind="stable")
-        ptr, mine, nothing = np.array([0, len(item)]), item[order].astype(np.int32), np.empty(0, np.int32)
-        alone = replace(
-            self.split,
-            train_ptr=ptr,
-            train_item=mine,
-            train_rating=rating[order].astype(np.float32),
-            seen_ptr=ptr,
-            seen_item=mine,
-            **dict.fromkeys(("val_item", "val_rating", "test_item"), nothing),
-            **dict.fromkeys(("val_candidates", "test_candidates"), nothing[:, None]),
-            user_ids=np.array(["new"]),
-            held={},
-            role=None,
-        )
+        order, split = np.argsort(item, kind="stable"), self.split
+        ptr, user = np.array([0, len(item)]), np.array([NEW_USER])
+        alone = scoring_split(split.protocol, ptr, item[order], rating[order], user, split.item_ids, split.rating_min, split.rating_max)
         one = replace(self, split=alone)
         return replace(one, store=newcomers.learn(one.engine, self.server, alone, rounds))
 
@@ -198,6 +189,40 @@ def saved_state(folder: Path) -> checkpoint.State:
     return checkpoint.read(folder, checkpoint.MODEL)
 
 
+def scoring_split(
+    protocol: Protocol,
+    ptr: np.ndarray,
+    item: np.ndarray,
+    rating: np.ndarray,
+    user_ids: np.ndarray,
+    item_ids: np.ndarray,
+    rating_min: float,
+    rating_max: float,
+) -> Split:
+    """Clients with their items, CSR, and nothing held out."""
+    item, nothing = item.astype(np.int32), np.empty(0, np.int32)
+    return Split(
+        protocol=protocol,
+        fingerprint="",
+        checksum="",
+        items=len(item_ids),
+        train_ptr=ptr,
+        train_item=item,
+        train_rating=rating.astype(np.float32),
+        seen_ptr=ptr,
+        seen_item=item,
+        val_item=nothing,
+        val_rating=nothing,
+        test_item=nothing,
+        val_candidates=nothing[:, None],
+        test_candidates=nothing[:, None],
+        user_ids=user_ids,
+        item_ids=item_ids,
+        rating_min=rating_min,
+        rating_max=rating_max,
+    )
+
+
 # ---- apart from its run and its dataset -----------------------------------------------------------------------------------------
 
 
@@ -222,27 +247,9 @@ def read(folder: Path, beside: Path) -> Model:
     algo = str(beside / values["algo"]) if values["algo"].endswith(".py") else values["algo"]
     made = config.resolve(["--config", str(folder / "config.json"), "--algo", algo])
     tensors = load_file(folder / TENSORS)
-    ptr, item, nothing = tensors["seen_ptr"].numpy(), tensors["seen_item"].numpy(), np.empty(0, np.int32)
-    split = Split(
-        protocol=made.protocol,
-        fingerprint="",
-        checksum="",
-        items=len(ids["item"]),
-        train_ptr=ptr,
-        train_item=item,
-        train_rating=np.ones(len(item), np.float32),
-        seen_ptr=ptr,
-        seen_item=item,
-        val_item=nothing,
-        val_rating=nothing,
-        test_item=nothing,
-        val_candidates=nothing[:, None],
-        test_candidates=nothing[:, None],
-        user_ids=np.array(ids["user"], dtype=object),
-        item_ids=np.array(ids["item"], dtype=object),
-        rating_min=ids["rating_min"],
-        rating_max=ids["rating_max"],
-    )
+    ptr, item = tensors["seen_ptr"].numpy(), tensors["seen_item"].numpy()
+    user_ids, item_ids = (np.array(ids[name], dtype=object) for name in ("user", "item"))
+    split = scoring_split(made.protocol, ptr, item, np.ones(len(item)), user_ids, item_ids, ids["rating_min"], ids["rating_max"])
     names = None if ids["item_names"] is None else np.array(ids["item_names"], dtype=object)
     store = ClientStore.of(beginning(tensors, "client/"))
     return Model(made, split, tensors["known"].numpy(), names, beginning(tensors, "server/"), store, ids["round"])

@@ -152,7 +152,7 @@ def shown(loaded: Model, found: pd.DataFrame, client: int) -> str:
     split, made = loaded.split, loaded.config
     met, unknown = int(np.diff(split.seen_ptr)[client]), int((~loaded.known).sum())
     head = f"{made.algo} on {made.dataset}, round {loaded.round}: for user {split.user_ids[client]}, {len(found)} of {split.items:,} items"
-    kind = "in the file" if split.clients == 1 and split.user_ids[0] == "new" else "training, validation and test"
+    kind = "in the file" if split.user_ids.tolist() == [model.NEW_USER] else "training, validation and test"
     left_out = f"left out: {met:,} items that this user has ({kind}), {unknown:,} that nobody trained on"
     rows = found.drop(columns="user").assign(score=found["score"].map("{:.4f}".format)).astype(str)
     widths = {name: max(len(name), int(rows[name].str.len().max())) for name in rows}

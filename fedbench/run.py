@@ -135,8 +135,8 @@ def carry_out(
         summary = summarise(config, dataset, federation, best, mirror.read_lines(out / "metrics.jsonl"), device)
         if parts.newcomers:
             log.info("%s new users learn what is private to them", f"{parts.newcomers.clients:,}")
-            round_, state = (best.round, best.state) if best.state else (federation.round, federation.state())
-            server, how = beginning(state, "server/"), how | {"device": device, "dtype": dtype}
+            round_, kept = (best.round, best.state) if best.state else (federation.round, federation.state())
+            server, how = beginning(kept, "server/"), how | {"device": device, "dtype": dtype}
             found = newcomers.metrics(config.algorithm, server, parts.newcomers, config.seed, **how)
             summary |= {"new_user": {"round": round_, **found}}
         refitted = None

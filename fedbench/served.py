@@ -13,13 +13,14 @@ import numpy as np
 import pandas as pd
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
+from mlflow.pyfunc import PythonModel
 
 from fedbench import model
 
 K = 10
 
 
-class Recommender(mlflow.pyfunc.PythonModel):
+class Recommender(PythonModel):
     """What `python -m fedbench recommend` says, for users who took part."""
 
     def load_context(self, context: Any) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +61,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tracking store of the test's own."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # MLflow starts its web server by name
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -119,7 +122,8 @@ def test_the_real_server_and_predict_say_what_recommend_says(store: Path, capsys
         refused = requests.post(invocations, data=nobody, headers=headers, timeout=120)
         assert refused.status_code == 400 and "user nobody: not among the users that took part" in refused.text
     finally:
-        os.killpg(server.pid, 15)
+        with suppress(ProcessLookupError):  # it is gone already
+            os.killpg(server.pid, signal.SIGTERM)
         server.wait(60)
 
     (store / "asked.json").write_text(asked)
