@@ -7,6 +7,7 @@ knows, the kernel runs the whole local training. Nothing inside a step waits for
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -270,6 +271,12 @@ class Engine:
         self.kernels = kernel == "auto" and device == "cpu"
         self.block_rows = block_rows or rows_that_fit(algorithm.dim, device)
         self.step: Callable[..., Any] = torch.compile(step, dynamic=True) if compile else step
+
+    def of_world(self, world: World) -> Engine:
+        """The same for another federation."""
+        other = copy.copy(self)
+        other.world = world
+        return other
 
     def run_cohort(self, server: Tensors, store: ClientStore, samples: Samples, when: int, epochs: np.ndarray | None = None) -> Round:
         """Every client of the cohort receives, trains and uploads; `store` is updated. Where a cohort runs is decided here alone.

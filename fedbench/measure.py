@@ -57,8 +57,7 @@ def main(argv: list[str]) -> int:
         mine |= ranking_metrics(loaded.evaluator.full_ranks(store, answer)["test"], "full_")
     rows = [(f"{split.clients:,} users", mine)]
     if given.new_users and split.newcomers:
-        how = {"dtype": loaded.engine.dtype, "kernel": made.kernel, "block_rows": made.block_rows}
-        found = newcomers.metrics(made.algorithm, loaded.server, split.newcomers, made.seed, given.rounds, **how)
+        found = newcomers.metrics(loaded.engine, loaded.server, split.newcomers, given.rounds)
         rows.append((f"{split.newcomers.clients:,} new users", found))
     columns = [name for name in COLUMNS if name in mine]
     width = max(len(name) for name, _ in rows) + 2

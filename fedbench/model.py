@@ -7,7 +7,7 @@ it: of other items nothing is known.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,8 @@ import numpy as np
 import pandas as pd
 import torch
 from numba import njit, prange
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from torch import Tensor
 
 from fedbench import checkpoint, config, newcomers
 from fedbench.algorithm import Tensors
@@ -164,11 +165,17 @@ def load(folder: Path, data_dir: Path | None = None) -> Model:
     tensors = state.tensors("cpu")
     position = {item: number for number, item in enumerate(data.item_ids)}
     names = None if data.item_names is None else data.item_names[[position[item] for item in split.item_ids]]
-    store = ClientStore.of(beginning(tensors, "client/"))
-    if "clients" in tensors:
-        draw = Draw(made.seed, 0, None, torch.float64 if made.dtype == "float64" else torch.float32)
-        store = SomeClients(made.algorithm, world_of(split), draw, store.tensors, tensors["clients"].numpy())
-    return Model(made, split, trained_items(split), names, beginning(tensors, "server/"), store, int(state.facts["round"]))
+    server, store = beginning(tensors, "server/"), stored(made, split, tensors)
+    return Model(made, split, trained_items(split), names, server, store, int(state.facts["round"]))
+
+
+def stored(made: RunConfig, split: Split, tensors: Mapping[str, Tensor]) -> ClientStore:
+    """What clients keep, all of them or those named in `clients`; the others are as they start."""
+    found = beginning(tensors, "client/")
+    if "clients" not in tensors:
+        return ClientStore.of(found)
+    draw = Draw(made.seed, 0, None, torch.float64 if made.dtype == "float64" else torch.float32)
+    return SomeClients(made.algorithm, world_of(split), draw, found, tensors["clients"].numpy())
 
 
 def config_of(folder: Path) -> RunConfig:
@@ -229,11 +236,12 @@ def scoring_split(
 def save(loaded: Model, folder: Path, algo: str) -> None:
     """Write all that scoring needs: config.json, ids.json and model.safetensors. `algo`: where the algorithm will be found."""
     split = loaded.split
-    private = loaded.private(np.arange(split.clients)).tensors
+    private = loaded.private(np.arange(split.clients))
     arrays = {"seen_ptr": split.seen_ptr, "seen_item": split.seen_item, "known": loaded.known}
     tensors = {f"server/{name}": value for name, value in loaded.server.items()}
-    tensors |= {f"client/{name}": value for name, value in private.items()}
-    save_file(checkpoint.apart(tensors | {name: torch.from_numpy(value) for name, value in arrays.items()}), folder / TENSORS)
+    tensors |= {f"client/{name}": value for name, value in private.tensors.items()}
+    arrays |= {} if private.kept is None else {"clients": np.flatnonzero(private.kept)}
+    checkpoint.save_file(tensors | {name: torch.from_numpy(value) for name, value in arrays.items()}, folder / TENSORS)
     values = {key: value for key, value in loaded.config.to_dict().items() if key not in ("out", "resume", "data_dir", "cache_dir")}
     write_json(folder / "config.json", values | {"algo": algo, "device": "cpu"})
     names = None if loaded.item_names is None else loaded.item_names.tolist()
@@ -251,5 +259,4 @@ def read(folder: Path, beside: Path) -> Model:
     user_ids, item_ids = (np.array(ids[name], dtype=object) for name in ("user", "item"))
     split = scoring_split(made.protocol, ptr, item, np.ones(len(item)), user_ids, item_ids, ids["rating_min"], ids["rating_max"])
     names = None if ids["item_names"] is None else np.array(ids["item_names"], dtype=object)
-    store = ClientStore.of(beginning(tensors, "client/"))
-    return Model(made, split, tensors["known"].numpy(), names, beginning(tensors, "server/"), store, ids["round"])
+    return Model(made, split, tensors["known"].numpy(), names, beginning(tensors, "server/"), stored(made, split, tensors), ids["round"])

@@ -5,8 +5,6 @@ The server sends what it has, the client trains its private part as in a round, 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -49,13 +47,12 @@ def learn(engine: Engine, server: Tensors, split: Split, rounds: int = ROUNDS) -
     return store
 
 
-def metrics(algorithm: Algorithm, server: Tensors, split: Split, seed: int, rounds: int = ROUNDS, **engine: Any) -> dict[str, float]:
-    """Test metrics of users who were not in training, as those of the others: `split` holds them and `engine` says how to compute."""
-    answer = algorithm.answer(server)
-    check(algorithm, answer)
-    runs = Engine(algorithm, world_of(split), seed, **engine)
-    store = learn(runs, server, split, rounds)
-    evaluator = Evaluator(algorithm, split, runs.device, runs.kernels)
+def metrics(engine: Engine, server: Tensors, split: Split, rounds: int = ROUNDS) -> dict[str, float]:
+    """Test metrics of users who were not in training, as those of the others: `split` holds them, `engine` is that of the training."""
+    answer = engine.algorithm.answer(server)
+    check(engine.algorithm, answer)
+    store = learn(engine.of_world(world_of(split)), server, split, rounds)
+    evaluator = Evaluator(engine.algorithm, split, engine.device, engine.kernels)
     sampled, full = evaluator.sampled_ranks(store, answer)["test"], evaluator.full_ranks(store, answer)["test"]
     return {"clients": split.clients, **ranking_metrics(sampled), **ranking_metrics(full, "full_")}
 

@@ -135,10 +135,9 @@ def carry_out(
         summary = summarise(config, dataset, federation, best, mirror.read_lines(out / "metrics.jsonl"), device)
         if parts.newcomers:
             log.info("%s new users learn what is private to them", f"{parts.newcomers.clients:,}")
-            round_, kept = (best.round, best.state) if best.state else (federation.round, federation.state())
-            server, how = beginning(kept, "server/"), how | {"device": device, "dtype": dtype}
-            found = newcomers.metrics(config.algorithm, server, parts.newcomers, config.seed, **how)
-            summary |= {"new_user": {"round": round_, **found}}
+            kept = best.round, beginning(best.state, "server/")
+            round_, server = kept if best.state else (federation.round, federation.server)
+            summary |= {"new_user": {"round": round_, **newcomers.metrics(federation.engine, server, parts.newcomers)}}
         refitted = None
         if config.refit:
             save(out, federation, best, config)

@@ -134,7 +134,7 @@ def test_popularity_needs_no_learning() -> None:
     assert new is not None
     federation = Federation.start(Popularity(), some, 0)
     federation.next_round()
-    found = newcomers.metrics(federation.algorithm, federation.server, new, 0)
+    found = newcomers.metrics(federation.engine, federation.server, new)
     count = np.bincount(some.train_item, minlength=some.items)
     rank = 1 + (count[new.test_candidates] >= count[new.test_item][:, None]).sum(axis=1)
     expected = {name: float(values.mean()) for name, values in client_metrics(rank).items()}
