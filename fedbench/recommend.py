@@ -151,11 +151,12 @@ def shown(loaded: Model, found: pd.DataFrame, client: int) -> str:
     """A table for people, and what was left out of it."""
     split, made = loaded.split, loaded.config
     met, unknown = int(np.diff(split.seen_ptr)[client]), int((~loaded.known).sum())
-    head = f"{made.algo} on {made.dataset}, round {loaded.round}: for user {split.user_ids[client]}, {len(found)} of {split.items:,} items"
-    kind = "in the file" if split.user_ids.tolist() == [model.NEW_USER] else "training, validation and test"
+    new = split.user_ids.tolist() == [model.NEW_USER]
+    who, kind = ("a new user", "in the file") if new else (f"user {split.user_ids[client]}", "training, validation and test")
+    head = f"{made.algo} on {made.dataset}, round {loaded.round}: for {who}, {len(found)} of {split.items:,} items"
     left_out = f"left out: {met:,} items that this user has ({kind}), {unknown:,} that nobody trained on"
     rows = found.drop(columns="user").assign(score=found["score"].map("{:.4f}".format)).astype(str)
-    widths = {name: max(len(name), int(rows[name].str.len().max())) for name in rows}
+    widths = {name: max([len(name), *rows[name].str.len()]) for name in rows}
     right = {name: ">" if name in ("rank", "score") else "<" for name in rows}
     lines = [rows.columns.to_list(), *rows.to_numpy().tolist()]
     table = ["  ".join(f"{cell:{right[name]}{widths[name]}}" for name, cell in zip(rows, line, strict=True)).rstrip() for line in lines]
