@@ -551,7 +551,25 @@ class Parser(argparse.ArgumentParser):
             near = registry.nearest(unknown[0], [option for action in self._actions for option in action.option_strings])
             hint = f"did you mean {near[0]}?" if near else f"{self.prog.split()[-1]} --help shows all flags"
             raise UsageError(f"unknown flag {unknown[0]}; {hint}")
+        if "run" in given and given.run is None:
+            raise UsageError("--run is missing: give the folder of a finished run")
         return given
+
+
+def run_parser(command: str, usage: str, about: str, epilog: str) -> Parser:
+    """The parser of a command on a finished run, with the flags that all of them have."""
+    made = Parser(
+        prog=f"python -m fedbench {command}",
+        usage=f"python -m fedbench {command} --run DIR {usage}",
+        description=about,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("--run", type=Path, metavar="DIR", help="folder of a finished run")
+    made.add_argument("--data-dir", type=Path, metavar="DIR", help="where the dataset is now (default: as in the run)")
+    made.add_argument("--debug", action="store_true", help="show tracebacks")
+    return made
 
 
 _EPILOG = """examples:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 import tempfile
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedbench import config, mirror, model
-from fedbench.errors import FedbenchError, UsageError
+from fedbench.errors import FedbenchError
 from fedbench.model import Model
 from fedbench.tracking import mlflow_run_of, setup_logging
 
@@ -28,25 +27,14 @@ examples:
 
 
 def parser() -> config.Parser:
-    made = config.Parser(
-        prog="python -m fedbench log-model",
-        usage="python -m fedbench log-model --run DIR [--register NAME]",
-        description="Log the model that a finished run kept to MLflow, ready for `mlflow models predict` and `mlflow models serve`.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    made.add_argument("--run", type=Path, metavar="DIR", help="folder of a finished run")
+    about = "Log the model that a finished run kept to MLflow, ready for `mlflow models predict` and `mlflow models serve`."
+    made = config.run_parser("log-model", "[--register NAME]", about, EPILOG)
     made.add_argument("--register", metavar="NAME", help="also a new version of this name in MLflow's model registry")
-    made.add_argument("--data-dir", type=Path, metavar="DIR", help="where the dataset is now (default: as in the run)")
-    made.add_argument("--debug", action="store_true", help="show tracebacks")
     return made
 
 
 def main(argv: list[str]) -> int:
     given = parser().read(argv)
-    if given.run is None:
-        raise UsageError("--run is missing: give the folder of a finished run")
     setup_logging(quiet=True, debug=given.debug)
     loaded = model.load(given.run, given.data_dir)
     uri = log_model(loaded, given.run, given.register)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import numpy as np
 
 from fedbench import config, model, newcomers
@@ -24,26 +21,14 @@ COLUMNS = ("hr_10", "ndcg_10", "mrr", "full_hr_10", "full_ndcg_10", "rmse", "mae
 
 
 def parser() -> config.Parser:
-    made = config.Parser(
-        prog="python -m fedbench evaluate",
-        usage="python -m fedbench evaluate --run DIR [--new-users] [flags]",
-        description="Measure the model that a finished run kept.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    made.add_argument("--run", type=Path, metavar="DIR", help="folder of a finished run")
+    made = config.run_parser("evaluate", "[--new-users] [flags]", "Measure the model that a finished run kept.", EPILOG)
     made.add_argument("--new-users", action="store_true", help="also the users that the run kept out of training")
     made.add_argument("--rounds", type=int, default=newcomers.ROUNDS, metavar="N", help=ROUNDS_HELP)
-    made.add_argument("--data-dir", type=Path, metavar="DIR", help="where the dataset is now (default: as in the run)")
-    made.add_argument("--debug", action="store_true", help="show tracebacks")
     return made
 
 
 def main(argv: list[str]) -> int:
     given = parser().read(argv)
-    if given.run is None:
-        raise UsageError("--run is missing: give the folder of a finished run")
     if given.rounds < 1:
         raise UsageError(f"--rounds must be at least 1, not {given.rounds}")
     setup_logging(quiet=True, debug=given.debug)

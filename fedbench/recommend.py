@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 from collections.abc import Iterable
@@ -43,15 +42,8 @@ log = logging.getLogger("fedbench")
 
 
 def parser() -> config.Parser:
-    made = config.Parser(
-        prog="python -m fedbench recommend",
-        usage="python -m fedbench recommend --run DIR (--user ID | --all --out FILE.parquet | --history FILE.csv) [flags]",
-        description="Recommend items with the model that a finished run kept.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    made.add_argument("--run", type=Path, metavar="DIR", help="folder of a finished run")
+    who = "(--user ID | --all --out FILE.parquet | --history FILE.csv) [flags]"
+    made = config.run_parser("recommend", who, "Recommend items with the model that a finished run kept.", EPILOG)
     made.add_argument("--user", metavar="ID", help="a user of the dataset, as its file calls them")
     made.add_argument("--all", action="store_true", help="every user that took part; needs --out")
     made.add_argument("--history", type=Path, metavar="FILE", help="a .csv file with the items of a user who was not in training")
@@ -60,15 +52,11 @@ def parser() -> config.Parser:
     made.add_argument(
         "--out", type=Path, metavar="FILE", help="a .parquet file to write: user, rank, item, score, and titles if there are any"
     )
-    made.add_argument("--data-dir", type=Path, metavar="DIR", help="where the dataset is now (default: as in the run)")
-    made.add_argument("--debug", action="store_true", help="show tracebacks")
     return made
 
 
 def main(argv: list[str]) -> int:
     given = parser().read(argv)
-    if given.run is None:
-        raise UsageError("--run is missing: give the folder of a finished run")
     if (given.user is not None) + given.all + (given.history is not None) != 1:
         raise UsageError("say for whom: --user ID, --all or --history FILE")
     if given.rounds < 1:
