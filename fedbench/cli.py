@@ -16,8 +16,13 @@ Command = Callable[[list[str]], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`train.py`: one run, or one a seed and fold."""
-    return guard(train, list(sys.argv[1:] if argv is None else argv))
+    """`train.py`: one run, or one a seed and fold; under torchrun a rank's part of one."""
+    code = guard(train, list(sys.argv[1:] if argv is None else argv))
+    if "fedbench.ranks" in sys.modules:
+        from fedbench import ranks
+
+        ranks.leave(code)
+    return code
 
 
 def train(argv: list[str]) -> int:
@@ -112,7 +117,12 @@ def _exit_code(command: Command, argv: list[str]) -> int:
 
 
 def report_error(message: str, code: int, debug: bool = False, kind: str = "error") -> int:
-    """One line on stderr, after the traceback if wanted; gives the exit code back."""
+    """One line on stderr, after the traceback if wanted; gives the exit code back. Of torchrun's ranks the first speaks for all."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and not debug:
+        from fedbench import ranks
+
+        if not ranks.speaks():
+            return code
     if debug:
         traceback.print_exc()
     line = " ".join(message.split())

@@ -347,7 +347,7 @@ class Engine:
             return self.collect_own(store, samples), torch.from_numpy(losses), updates
         client = torch.from_numpy(np.repeat(np.arange(n), samples.touched))
         rows = Rows(client, torch.from_numpy(samples.row.astype(np.int64)), torch.from_numpy(change), n)
-        return self.uploads(samples, {plan.items: rows}), torch.from_numpy(losses), updates
+        return self.uploads(samples.clients, {plan.items: rows}), torch.from_numpy(losses), updates
 
     def train_in_blocks(
         self, answer: Answer, samples: Samples, kind: np.ndarray, when: int, store: ClientStore
@@ -484,16 +484,17 @@ class Engine:
             progress = progress.after_epoch(e - epoch, a.stop_below)
         return held, progress.mean(), progress.steps
 
-    def uploads(self, samples: Samples, tensors: dict[str, Tensor | Rows]) -> Uploads:
-        clients = torch.from_numpy(samples.clients).to(self.device)
-        return Uploads(self.world, clients, tensors, self.algorithm.travels_whole(self.world), self.algorithm.summed)
+    def uploads(self, clients: np.ndarray, tensors: dict[str, Tensor | Rows]) -> Uploads:
+        return Uploads(
+            self.world, torch.from_numpy(clients).to(self.device), tensors, self.algorithm.travels_whole(self.world), self.algorithm.summed
+        )
 
     def collect_own(self, store: ClientStore, samples: Samples) -> Uploads:
         """What clients with tables of their own upload: whole, from the store."""
         everybody = np.array_equal(samples.clients, np.arange(store.clients.start, store.clients.stop))
         own = store.read(torch.from_numpy(samples.clients).to(self.device), whole=everybody)
         counts = torch.from_numpy(samples.counts).to(self.device, self.dtype)
-        return self.uploads(samples, vmapped(self.algorithm.upload, own, {}, counts))
+        return self.uploads(samples.clients, vmapped(self.algorithm.upload, own, {}, counts))
 
     def collect(self, parts: list[tuple[Block, Tensors]], samples: Samples) -> Uploads:
         """Stack what the blocks uploaded in the order of the cohort, so that sums do not depend on how it was cut."""
@@ -510,7 +511,7 @@ class Engine:
             client = np.concatenate([np.repeat(block.position, block.touched) for block, _ in parts])
             order = torch.from_numpy(np.argsort(client, kind="stable")).to(self.device)
             tensors[name] = Rows(torch.from_numpy(client).to(self.device)[order], item[order], value[order], len(samples.clients))
-        return self.uploads(samples, tensors)
+        return self.uploads(samples.clients, tensors)
 
 
 def in_place(plan: fused.DotBCE | None, clients: np.ndarray, answer: Answer, store: ClientStore) -> fused.Clients | None:

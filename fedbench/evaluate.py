@@ -163,8 +163,10 @@ def metrics_of(split: Split, outcome: Mapping[str, np.ndarray]) -> dict[str, dic
 class Evaluator:
     """Ranks every client's held-out items, among the sampled candidates and among all items it has not met; or predicts its ratings."""
 
-    def __init__(self, algorithm: Algorithm, split: Split, device: str, kernels: bool = True) -> None:
+    def __init__(self, algorithm: Algorithm, split: Split, device: str, kernels: bool = True, own: range | None = None) -> None:
+        """own: the clients that are evaluated, all of them if not given; what is found for others means nothing."""
         self.algorithm, self.split, self.device = algorithm, split, device
+        self.own = range(split.clients) if own is None else own
         self.kernels = kernels and device == "cpu"
         self.at_start = np.zeros((4, 0), np.int64)
         """[4, U] sampled and full ranks of clients that never took part, 0 if not known yet; empty while there are none"""
@@ -261,7 +263,10 @@ class Evaluator:
 
     def groups(self, store: ClientStore, answer: Answer, width: int, everyone: Tensor | None = None) -> Iterator[tuple[Tensor, bool]]:
         """Chunks of clients that were all sent something or all nothing, and that are all as they started, not stored, or none."""
-        everyone = torch.arange(self.split.clients, device=self.device) if everyone is None else everyone
+        if everyone is None:
+            everyone = torch.arange(self.own.start, self.own.stop, device=self.device)
+        else:
+            everyone = everyone[(everyone >= self.own.start) & (everyone < self.own.stop)]
         if answer.slot is None:
             groups = [(everyone, bool(answer.shared))]
         else:

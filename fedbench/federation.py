@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbench.algorithm import Algorithm, Tensors, World
+from fedbench import ranks
+from fedbench.algorithm import Algorithm, Answer, Tensors, World
 from fedbench.central import Central, Pool
 from fedbench.draw import Draw
 from fedbench.engine import Engine, Round, Uploads
@@ -71,13 +72,14 @@ class Federation:
         world = world_of(split)
         draw = Draw(seed, 0, None, dtype, device)
         runs = Engine(algorithm, world, seed, device, dtype, **engine)
+        own = ranks.share(split.train_counts)
         return cls(
             algorithm,
             split,
             runs,
             algorithm.init_server(world, draw),
-            ClientStore(algorithm, world, draw, room_for(client_store, folder, algorithm, world, draw)),
-            Evaluator(algorithm, split, device, runs.kernels),
+            ClientStore(algorithm, world, draw, room_for(client_store, folder, algorithm, world, draw), own),
+            Evaluator(algorithm, split, device, runs.kernels, own),
             seed,
             visits=np.zeros(split.clients, np.int64),
             failures=failures,
@@ -111,7 +113,14 @@ class Federation:
             return Round(Uploads(engine.world, torch.empty(0, dtype=torch.int64)), torch.empty(0), 0, 0)
         epochs = failures.epochs(cohort, *now, a.local_epochs)
         self.counts["stragglers"] += int((epochs < a.local_epochs).sum())
-        result = engine.run_cohort(self.server, self.store, self.samples(self.round, cohort), self.round, epochs)
+        mine = self.own(cohort)
+
+        def part() -> Round | None:
+            if not len(cohort[mine]):
+                return None
+            return engine.run_cohort(self.server, self.store, self.samples(self.round, cohort[mine]), self.round, epochs[mine])
+
+        result = ranks.joined(part, engine.uploads(cohort, {}))
         lost = ~result.loss.isfinite()
         if lost.all() or (lost.any() and not a.reconstructs):
             first = self.split.user_ids[cohort[int(lost.nonzero()[0])]]
@@ -128,6 +137,10 @@ class Federation:
         self.bytes_down += result.bytes_down
         self.store.room.release()
         return replace(result, uploads=seen, loss=result.loss[~lost])
+
+    def own(self, cohort: np.ndarray) -> slice:
+        """Where those of the ascending client numbers stand that are in this rank's store."""
+        return slice(*np.searchsorted(cohort, [self.store.clients.start, self.store.clients.stop]))
 
     def central_round(self, algorithm: Central, pool: Pool) -> Round:
         """One pass over everybody's samples in one place: nobody is visited and nothing travels."""
@@ -184,13 +197,13 @@ class Federation:
     def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state` gave; names and shapes of what clients hold must be those of this federation."""
         store = self.store
-        clients = state["clients"].cpu() if "clients" in state else torch.arange(self.split.clients)
+        clients = state["clients"].cpu() if "clients" in state else torch.arange(store.clients.start, store.clients.stop)
         store.overwrite(clients.numpy())
         for name, tensor in store.tensors.items():
             _check_form(state[f"client/{name}"], (len(clients), *tensor.shape[1:]), tensor.dtype)
             for start in range(0, len(clients), at_once(tensor)):
                 some = slice(start, start + at_once(tensor))
-                tensor[clients[some]] = state[f"client/{name}"][some]
+                tensor[store.place(clients[some])] = state[f"client/{name}"][some]
                 store.room.release()
         self.server = {name.removeprefix("server/"): value for name, value in state.items() if name.startswith("server/")}
         if isinstance(store.room, Disk):
@@ -210,7 +223,18 @@ class Federation:
 
     def outcome(self) -> dict[str, np.ndarray]:
         """What metrics are made of, see Evaluator.outcome."""
-        return self.evaluator.outcome(self.private(), self.algorithm.answer(self.server))
+        return self.evaluated(self.evaluator.outcome)
+
+    def evaluated(self, evaluate: Callable[[ClientStore, Answer], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """What an evaluation finds for all clients, each rank for its own."""
+
+        def part() -> Tensors:
+            found, own = evaluate(self.private(), self.algorithm.answer(self.server)), self.store.clients
+            held = self.split.held
+            mine = {name: held[name].ptr[[own.start, own.stop]] if held else (own.start, own.stop) for name in found}
+            return {name: torch.from_numpy(value[slice(*mine[name])]) for name, value in found.items()}
+
+        return {name: value.numpy() for name, value in ranks.gathered(part, "cpu").items()}
 
     def private(self) -> ClientStore:
         """What clients score with: what they keep or, if they keep nothing, what they rebuild from all their training items."""
@@ -219,15 +243,15 @@ class Federation:
         if self.rebuilt is None or self.rebuilt[0] is not self.server:
             split, a = self.split, self.algorithm
             who = np.arange(split.clients) if split.role is None else np.flatnonzero(split.role != TRAIN)
-            samples = sample_round(split, who, a.evaluation_negatives, self.seed, self.round, purpose="negatives/evaluation")
+            samples = sample_round(split, who[self.own(who)], a.evaluation_negatives, self.seed, self.round, purpose="negatives/evaluation")
             self.rebuilt = self.server, ClientStore.of(self.engine.reconstruct(self.server, samples, self.round))
         return self.rebuilt[1]
 
     def sampled_ranks(self) -> dict[str, np.ndarray]:
-        return self.evaluator.sampled_ranks(self.private(), self.algorithm.answer(self.server))
+        return self.evaluated(self.evaluator.sampled_ranks)
 
     def full_ranks(self) -> dict[str, np.ndarray]:
-        return self.evaluator.full_ranks(self.private(), self.algorithm.answer(self.server))
+        return self.evaluated(self.evaluator.full_ranks)
 
 
 def world_of(split: Split) -> World:

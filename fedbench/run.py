@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -23,8 +23,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 
-from fedbench import checkpoint, mirror, newcomers, pool, registry
+from fedbench import checkpoint, mirror, newcomers, pool, ranks, registry
 from fedbench.algorithm import Algorithm, Tensors
+from fedbench.central import Central
 from fedbench.config import RunConfig, placed, read_config
 from fedbench.data import Interactions
 from fedbench.errors import FedbenchError, UsageError
@@ -36,7 +37,7 @@ from fedbench.protocol import Protocol
 from fedbench.results import Best, final_table, human, mean_table, over_runs, peak_rss_mb, per_client, refit_summary, summarise
 from fedbench.split import Split, split
 from fedbench.store import Disk, Picked
-from fedbench.tracking import RunLog, plain, read_json, setup_logging, write_json
+from fedbench.tracking import NoLog, RunLog, plain, read_json, setup_logging, write_json
 
 log = logging.getLogger("fedbench")
 
@@ -48,6 +49,8 @@ KEEP_BEST_BYTES = 64 * 2**20
 
 def run_several(configs: Sequence[RunConfig], parent: Path | None, jobs: int = 1) -> dict[str, Any]:
     """Runs each in a folder of its own below `parent`, one after another or `jobs` at once, and their means in its summary.json."""
+    if ranks.count() > 1:
+        raise UsageError("torchrun shares out one run; give it one seed and one fold, or leave it out and use --jobs")
     if parent is None:
         parent = new_folder(configs[0])
         configs = placed(configs, parent)
@@ -78,17 +81,25 @@ def in_processes(configs: Sequence[RunConfig], work: Path, at_once: int) -> list
 def run(config: RunConfig) -> dict[str, Any]:
     """Carry out a run; returns the summary that was written."""
     setup_logging(config.quiet, config.debug)
+    log.disabled = not ranks.is_first()
     device = choose_device(config.device)
-    if config.threads:
-        set_threads(config.threads)
-    parts, dataset = prepare(config.dataset, config.protocol, config.data)
-    algorithm = config.algorithm
-    check_cohort(algorithm, parts)
+    if config.threads or ranks.count() > 1:
+        set_threads(pool.threads_each(config.threads, ranks.on_this_machine()))
+    if ranks.count() > 1:
+        check_shared(config.algorithm, config.client_store)
+        device = ranks.own_device(device)
+    ranks.join(device)
+    ranks.agree("other flags", config.hash8)
+    parts, dataset = ranks.together(lambda: prepare(config.dataset, config.protocol, config.data))
+    ranks.agree("other data", lambda: f"{parts.checksum} {parts.fingerprint}")
+    check_cohort(config.algorithm, parts)
     if parts.newcomers:
-        newcomers.check_before_training(algorithm, parts, config.seed)
-    out = choose_folder(config)
-    with claimed(out):
-        resume, state = going_on(out, config, parts)
+        newcomers.check_before_training(config.algorithm, parts, config.seed)
+    if ranks.anywhere(ranks.restarted())[0]:
+        config = once_more(config)
+    out = Path(ranks.told(lambda: str(choose_folder(config))))
+    with claimed(out) if ranks.is_first() else nullcontext():
+        resume, state = told_state(lambda: going_on(out, config, parts))
         return carry_out(config, parts, dataset, device, out, resume, state)
 
 
@@ -97,7 +108,7 @@ def carry_out(
 ) -> dict[str, Any]:
     """Start or go on with a run whose folder belongs to this process."""
     leaky, fold = parts.protocol.leaky, parts.protocol.fold
-    run_log = RunLog.open(
+    run_log = (RunLog if ranks.is_first() else NoLog).open(
         out,
         {key: value for key, value in config.to_dict().items() if key not in ("out", "resume")},
         {
@@ -116,7 +127,7 @@ def carry_out(
         describe(dataset, parts, config, device, out)
         dtype = torch.float64 if config.dtype == "float64" else torch.float32
         how: dict[str, Any] = {"kernel": config.kernel, "block_rows": config.block_rows, "compile": config.compile}
-        how |= {"client_store": config.client_store, "folder": out}
+        how |= {"client_store": config.client_store if ranks.count() == 1 else "ram", "folder": out}
         start = partial(Federation.start, config.algorithm, seed=config.seed, device=device, dtype=dtype, failures=config.failures, **how)
         federation = start(split=parts)
         describe_store(federation, config)
@@ -132,8 +143,9 @@ def carry_out(
             if config.checkpoint_every != "never":
                 save_again(out, start(split=parts), federation.round - 1, best, config)
             raise
-        summary = summarise(config, dataset, federation, best, mirror.read_lines(out / "metrics.jsonl"), device)
-        if parts.newcomers:
+        lines = mirror.read_lines(out / "metrics.jsonl") if ranks.is_first() else []
+        summary = summarise(config, dataset, federation, best, lines, device)
+        if parts.newcomers and ranks.is_first():
             log.info("%s new users learn what is private to them", f"{parts.newcomers.clients:,}")
             kept = best.round, beginning(best.state, "server/")
             round_, server = kept if best.state else (federation.round, federation.server)
@@ -147,15 +159,17 @@ def carry_out(
             summary |= {"refit": refit_summary(best.round, refitted), "peak_rss_mb": peak_rss_mb()}
         keep_model(out, federation, best, config)
         run_log.finish(summary, per_client(parts, best.outcome, refitted))
-        checkpoint.prune(out, keep=0)
+        if ranks.is_first():
+            checkpoint.prune(out, keep=0)
     except KeyboardInterrupt:
         run_log.end("KILLED")
         raise
     except BaseException:
         run_log.end("FAILED")
         raise
-    print(final_table(summary, parts))
-    print(f"folder  {out}")
+    if ranks.is_first():
+        print(final_table(summary, parts))
+        print(f"folder  {out}")
     if run_log.link:
         print(f"charts  {run_log.link}")
     return summary
@@ -179,7 +193,13 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
     name, shown = ("rmse", "RMSE") if parts.held else ("hr_10", "HR@10")
     spent, counts = federation.spent(unit), dict(federation.counts)
     bar = tqdm(
-        total=limit, initial=spent, desc=config.algo, unit=unit[:-1], unit_scale=unit == "bytes", disable=config.quiet, dynamic_ncols=True
+        total=limit,
+        initial=spent,
+        desc=config.algo,
+        unit=unit[:-1],
+        unit_scale=unit == "bytes",
+        disable=config.quiet or not ranks.is_first(),
+        dynamic_ncols=True,
     )
     with bar, interrupts_between_rounds() as interrupted:
         while spent < limit:
@@ -202,7 +222,7 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
                     # a later round wins a tie on test, as in the published code; on validation the earlier one stands
                     score = -scores[on]["rmse"] if parts.held else scores[on][SELECT[on]]
                     better = score > best.score or (on == "test" and score == best.score)
-                if better:
+                if ranks.anywhere(better)[0]:
                     full = {} if parts.held else federation.full_ranks()
                     best.round, best.score = federation.round, score
                     best.outcome = {**outcome, **{f"full_{part}": ranks for part, ranks in full.items()}}
@@ -216,11 +236,12 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
             counts = dict(federation.counts)
             run_log.round(line)
             bar.update(min(spent, limit) - before)
-            if interrupted():
+            stop, due = ranks.anywhere(interrupted(), cadence.due(federation.round))
+            if stop:
                 log.warning("interrupted after round %d; go on with --resume %s", federation.round, out)
                 save(out, federation, best, config)
                 raise KeyboardInterrupt
-            if cadence.due(federation.round) and spent < limit:
+            if due and spent < limit:
                 started = time.perf_counter()
                 save(out, federation, best, config)
                 cadence.saved(time.perf_counter() - started)
@@ -237,7 +258,8 @@ def refit(federation: Federation, rounds: int, run_log: RunLog, config: RunConfi
 
     The algorithm is as it was, so a schedule over all its rounds takes the course that led to the choice, and stops there.
     """
-    bar = tqdm(total=rounds, desc=f"{config.algo} refit", unit="round", disable=config.quiet, dynamic_ncols=True)
+    quiet = config.quiet or not ranks.is_first()
+    bar = tqdm(total=rounds, desc=f"{config.algo} refit", unit="round", disable=quiet, dynamic_ncols=True)
     with bar, interrupts_between_rounds() as interrupted:
         while federation.round < rounds:
             started = time.perf_counter()
@@ -247,7 +269,7 @@ def refit(federation: Federation, rounds: int, run_log: RunLog, config: RunConfi
                 line["loss"] = float(result.loss.mean())
             run_log.refit_round({**line, "seconds": time.perf_counter() - started})
             bar.update()
-            if interrupted():
+            if ranks.anywhere(interrupted())[0]:
                 log.warning("interrupted in round %d of the refit; --resume %s begins the refit again", federation.round, out)
                 raise KeyboardInterrupt
     return {"test": federation.sampled_ranks()["test"], "full_test": federation.full_ranks()["test"]}
@@ -261,7 +283,8 @@ def interrupts_between_rounds() -> Iterator[Callable[[], bool]]:
     def ask(number: int, frame: FrameType | None) -> None:
         nonlocal asked
         asked = True
-        signal.signal(signal.SIGINT, before)
+        # torchrun hands a Ctrl-C on that may have come from the terminal already, and does not wait for ever
+        signal.signal(signal.SIGINT, before if ranks.count() == 1 else signal.SIG_IGN)
 
     before = signal.getsignal(signal.SIGINT)
     mine = threading.current_thread() is threading.main_thread() and before is signal.default_int_handler
@@ -279,6 +302,14 @@ def check_cohort(algorithm: Algorithm, parts: Split) -> None:
     if n is not None and n > most:
         raise UsageError(f"-n/--clients-per-round {n} is more than the {most} clients of this dataset and protocol; lower it")
     algorithm.check(world_of(parts))
+
+
+def check_shared(algorithm: Algorithm, client_store: str) -> None:
+    """Refuse what ranks cannot share out."""
+    if client_store not in ("auto", "ram"):
+        raise UsageError(f"--client-store {client_store}: each rank keeps its clients in memory; use more ranks, or one process")
+    if isinstance(algorithm, Central):
+        raise UsageError(f"{algorithm.name} has all data in one place: there are no clients to share out; run it without torchrun")
 
 
 def set_threads(count: int) -> None:
@@ -316,13 +347,36 @@ def choose_folder(config: RunConfig) -> Path:
 
 def new_folder(config: RunConfig) -> Path:
     """runs/<dataset>/<algo>/<time>-<hash>, with a number behind if that is taken."""
-    label = Path(config.algo).stem, Path(config.dataset).stem
-    place = Path("runs") / label[1] / label[0] / f"{time.strftime('%Y%m%d-%H%M%S')}-{config.hash8()}"
+    place = folder_of_runs(config) / f"{time.strftime('%Y%m%d-%H%M%S')}-{config.hash8()}"
     folder, again = place, 1
     while folder.exists():
         again += 1
         folder = place.with_name(f"{place.name}-{again}")
     return folder
+
+
+def once_more(config: RunConfig) -> RunConfig:
+    """The same after ranks were lost and started again: to go on, and without --out in the newest folder that has such a run unfinished."""
+    if config.resume not in ("auto", "never") or config.out:
+        return dataclasses.replace(config, resume="auto" if config.resume == "never" else config.resume)
+    begun = sorted(folder_of_runs(config).glob(f"*-{config.hash8()}*"))
+    last = begun[-1] if begun and not (begun[-1] / "summary.json").exists() else None
+    return dataclasses.replace(config, resume="auto", out=last)
+
+
+def folder_of_runs(config: RunConfig) -> Path:
+    return Path("runs") / Path(config.dataset).stem / Path(config.algo).stem
+
+
+def told_state(find: Callable[[], tuple[bool, checkpoint.State | None]]) -> tuple[bool, checkpoint.State | None]:
+    """What the first rank finds in the run's folder."""
+
+    def words() -> tuple[bool, tuple[str, dict[str, Any]] | None]:
+        resume, state = find()
+        return resume, (str(state.path), state.facts) if state else None
+
+    resume, state = ranks.told(words)
+    return resume, checkpoint.State(Path(state[0]), state[1]) if state else None
 
 
 def going_on(out: Path, config: RunConfig, parts: Split) -> tuple[bool, checkpoint.State | None]:
@@ -397,10 +451,10 @@ def describe_store(federation: Federation, config: RunConfig) -> None:
 
 def save(out: Path, federation: Federation, best: Best, config: RunConfig) -> None:
     """The state after the last finished round."""
-    tensors: dict[str, Tensor | Picked] = federation.state()
+    tensors = whole(federation.state(), federation)
     tensors |= {f"best/{name}": torch.from_numpy(value) for name, value in best.outcome.items()}
     if best.round != federation.round:
-        tensors |= {f"best_state/{name}": value for name, value in best.state.items()}
+        tensors |= {f"best_state/{name}": value for name, value in whole(best.state, federation).items()}
     tensors["visits"] = torch.from_numpy(federation.visits)
     facts = state_facts(federation, config) | {
         "bytes_up": federation.bytes_up,
@@ -409,12 +463,21 @@ def save(out: Path, federation: Federation, best: Best, config: RunConfig) -> No
         "best_round": best.round,
         "best_score": best.score,
     }
-    checkpoint.save_round(out, federation.round, facts, tensors)
+    ranks.told(lambda: checkpoint.save_round(out, federation.round, facts, tensors))
+
+
+def whole(state: Mapping[str, Tensor | Picked], federation: Federation) -> dict[str, Tensor | Picked]:
+    """A state with the clients of all ranks, on the first."""
+    if ranks.count() == 1:
+        return dict(state)
+    clients = {name: value for name, value in state.items() if name.startswith("client/") and isinstance(value, Tensor)}
+    return {**state, **ranks.gathered(lambda: clients, federation.engine.device, first_only=True)}
 
 
 def save_again(out: Path, federation: Federation, round_: int, best: Best, config: RunConfig) -> None:
     """The last good state, which the round that diverged has overwritten: made again from the last checkpoint, or from the start."""
-    if state := checkpoint.newest(out):
+    _, state = told_state(lambda: (True, checkpoint.newest(out)))
+    if state:
         restore(state, federation, Best())
     while federation.round < round_:
         federation.next_round()
@@ -439,7 +502,7 @@ def restore(state: checkpoint.State, federation: Federation, best: Best) -> None
     """Go on from a saved state."""
     facts = state.facts
     try:
-        tensors = state.tensors(federation.engine.device)
+        tensors = own_part(state, federation)
         federation.set_state(tensors)
         federation.round, federation.bytes_up, federation.bytes_down = (int(facts[key]) for key in ("round", "bytes_up", "bytes_down"))
         federation.counts = dict(facts["counts"])
@@ -454,6 +517,26 @@ def restore(state: checkpoint.State, federation: Federation, best: Best) -> None
     log.info("going on after round %d", federation.round)
 
 
+def own_part(state: checkpoint.State, federation: Federation) -> Mapping[str, Tensor]:
+    """The tensors of a state, of what clients hold that of this rank's clients: the first rank reads, and deals them out."""
+    device, own = federation.engine.device, federation.store.clients
+    tensors = state.tensors(device) if ranks.is_first() else {}
+    if ranks.count() == 1:
+        return tensors
+    names = ranks.told(lambda: list(tensors))
+    found: Tensors = {}
+    rows = own
+    if "clients" in names:  # those alone that have taken part
+        clients = ranks.dealt(lambda: tensors["clients"], device)
+        rows = range(*torch.searchsorted(clients, torch.tensor([own.start, own.stop], device=device)).tolist())
+        found["clients"] = clients[rows.start : rows.stop]
+    for name in names:
+        if name not in found:
+            theirs = name.startswith(("client/", "best_state/client/"))
+            found[name] = ranks.dealt(partial(tensors.__getitem__, name), device, rows if theirs else None)
+    return found
+
+
 def beginning(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
@@ -466,7 +549,9 @@ def keeps_best(federation: Federation, config: RunConfig) -> bool:
     """Whether the reported round's state is copied while the run goes on."""
     if isinstance(federation.store.room, Disk):
         return False
-    size = sum(value.numel() * value.element_size() for value in federation.state().values() if isinstance(value, Tensor))
+    sizes = {name: value.numel() * value.element_size() for name, value in federation.state().items() if isinstance(value, Tensor)}
+    clients = sum(size for name, size in sizes.items() if name.startswith("client/"))
+    size = ranks.totals(clients)[0] + sum(sizes.values()) - clients
     return not config.refit and (config.keep_state == "best" or (config.keep_state == "auto" and size <= KEEP_BEST_BYTES))
 
 
@@ -474,9 +559,14 @@ def keep_model(out: Path, federation: Federation, best: Best, config: RunConfig)
     """Write the state that the finished run keeps, and say which it is; after a refit, the refitted one."""
     if config.keep_state == "none":
         return
-    checkpoint.prune(out, keep=1)
     state: Mapping[str, Tensor | Picked]
     round_, state = (best.round, best.state) if best.state else (federation.round, federation.state())
-    size = checkpoint.save(out, checkpoint.MODEL, state_facts(federation, config) | {"round": round_, "best_round": best.round}, state)
+    state, facts = whole(state, federation), state_facts(federation, config) | {"round": round_, "best_round": best.round}
+
+    def write() -> int:
+        checkpoint.prune(out, keep=1)
+        return checkpoint.save(out, checkpoint.MODEL, facts, state)
+
+    size = ranks.told(write)
     hint = "" if round_ == best.round else f", not of the reported round {best.round}: --keep-state best keeps that"
     log.info("kept: the state of round %d (%s)%s", round_, human(size), hint)

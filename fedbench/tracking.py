@@ -219,6 +219,25 @@ class RunLog:
             self._log_file = None
 
 
+class NoLog(RunLog):
+    """Nothing is written: what the ranks beside the first have."""
+
+    def __init__(self) -> None:
+        self._mirror = None
+
+    @classmethod
+    def open(cls, *_: Any, **__: Any) -> NoLog:
+        return cls()
+
+    def round(self, metrics: dict[str, float]) -> None: ...
+
+    def refit_round(self, metrics: dict[str, float]) -> None: ...
+
+    def finish(self, summary: dict[str, Any], per_client: pd.DataFrame) -> None: ...
+
+    def end(self, status: str) -> None: ...
+
+
 class Mirror:
     """The MLflow copy of a run: a process beside it (fedbench/mirror.py) that reads its folder, so that the run never waits for MLflow.
 

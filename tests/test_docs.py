@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from torch.distributed import run as torchrun
 
 import fedbench
 from fedbench import bench, cli, config, log_model, measure, recommend, registry, report, study, sweep
@@ -41,9 +42,9 @@ def examples() -> dict[str, str]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words of every `python train.py ...` line in a block of commands."""
-    lines = [line for text in blocks(page, "bash") for line in text.splitlines() if line.startswith("python train.py")]
-    return [shlex.split(line, comments=True)[2:] for line in lines]
+    """The words after `train.py` of every line in a block of commands that python or torchrun starts with it."""
+    lines = [line for text in blocks(page, "bash") for line in text.splitlines() if re.match("python train.py|torchrun .* train.py", line)]
+    return [shlex.split(line.partition("train.py")[2], comments=True) for line in lines]
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ def test_flags_exist(page: Path, folder: Path) -> None:
     flags = [flag for cls in classes for group in config.flag_groups(cls).values() for flag in group]
     known = {flag.option for flag in flags} | {f"--no-{flag.option[2:]}" for flag in flags if flag.item_kind is bool}
     known |= {"--config", "--list", "--print-config", "--help", *sweep.own_options()}
-    parsers = [*(make() for make in PARSERS.values()), bench.parser()]
+    parsers = [*(make() for make in PARSERS.values()), bench.parser(), torchrun.get_args_parser()]
     known |= {option for parser in parsers for action in parser._actions for option in action.option_strings}
     text = re.sub(rf"^(?:{OTHERS}) .*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text))

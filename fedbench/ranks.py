@@ -1,0 +1,332 @@
+"""Where a cohort runs: in this process alone, or shared out over the ranks of torchrun.
+
+    torchrun --standalone --nproc-per-node 2 train.py --algo fedmf --dataset ml-1m
+
+A rank holds a range of the clients. It trains and ranks them; what they upload goes to every rank, in the order of the cohort, so that
+each takes the same server's step as one process would. In one process everything here is the identity. What ranks say to each other
+is tensors and JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fedbench.aggregate import Rows
+from fedbench.algorithm import Tensors
+from fedbench.engine import Round, Uploads
+from fedbench.errors import DataError, FedbenchError, UsageError
+
+TIMEOUT = timedelta(minutes=30)
+"""a rank that says nothing for so long is lost; one that ended is noticed at once"""
+PATIENCE = timedelta(seconds=20)
+"""a run that failed waits so long for the first rank to say why"""
+OVER = 1
+"""tag of that message"""
+DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.int64, torch.int32, torch.bool)}
+
+Made = TypeVar("Made")
+
+
+def count() -> int:
+    """How many ranks share this run."""
+    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+
+
+def number() -> int:
+    """Which of them this process is."""
+    return int(os.environ["RANK"]) if dist.is_torchelastic_launched() else 0
+
+
+def is_first() -> bool:
+    """The first rank writes, logs and speaks for all."""
+    return number() == 0
+
+
+def on_this_machine() -> int:
+    """How many ranks this machine's cores are shared by."""
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+
+
+def restarted() -> bool:
+    """Ranks were lost, and torchrun has started all of them again."""
+    return dist.is_torchelastic_launched() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def own_device(device: str) -> str:
+    """The rank's own: GPUs are dealt out to the ranks of a machine."""
+    if device == "cpu":
+        return device
+    if device != "cuda":
+        raise UsageError(f"--device {device}: ranks take a GPU each, or the CPU; use --device cuda or cpu")
+    return f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
+
+
+def join(device: str) -> None:
+    """Meet the other ranks, if there are any and that was not done yet."""
+    if count() == 1 or dist.is_initialized():
+        return
+    if on_this_machine() == count():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    with peers():
+        store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        own = dist.PrefixStore(password(store), store)
+        backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+        dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT)
+
+
+def password(store: dist.Store) -> str:
+    """A word that the ranks of this start share: torchrun's store still has what ranks said before they were started again.
+
+    Each calls itself by a new name; the first answers every name that it finds, an old one in vain, until all have heard it.
+    """
+    mine = secrets.token_hex(8)
+    if not is_first():
+        store.set(f"name/{number()}", mine)
+        word = store.get(f"answer/{mine}").decode()
+        store.set(f"heard/{word}/{number()}", "")
+        return word
+    others = range(1, count())
+    deadline = time.monotonic() + TIMEOUT.total_seconds()
+    while not store.check([f"heard/{mine}/{rank}" for rank in others]):
+        for rank in others:
+            if store.check([f"name/{rank}"]):
+                store.set(f"answer/{store.get(f'name/{rank}').decode()}", mine)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not all of {count()} ranks have come")
+        time.sleep(0.02)
+    return mine
+
+
+def speaks() -> bool:
+    """Whether this rank is the one to say what went wrong: the first, which hears of everybody's errors.
+
+    Before they have met another one does if the first has not failed too, for then torchrun ends all others.
+    """
+    if not is_first() and not dist.is_initialized():
+        time.sleep(PATIENCE.total_seconds())
+        return True
+    return is_first()
+
+
+def leave(code: int) -> None:
+    """Part from the other ranks. If the run failed the first goes first: torchrun ends all others as soon as one has."""
+    if not dist.is_initialized():
+        return
+    over = torch.zeros(1)
+    with suppress(RuntimeError):
+        if code and is_first():
+            for rank in range(1, count()):
+                dist.isend(over, rank, tag=OVER)
+        elif code and (waits := dist.irecv(over, 0, tag=OVER)):
+            waits.wait(PATIENCE)
+    dist.destroy_process_group()
+
+
+@contextmanager
+def peers() -> Iterator[None]:
+    """Words with the others: if one of them is gone, this run ends too."""
+    try:
+        yield
+    except RuntimeError as error:
+        why = " ".join(str(error).split())[:200]
+        raise FedbenchError(
+            f"another rank is gone ({why}); give the same command again, or let torchrun do that (--max-restarts 3): "
+            "with --out the run goes on from its last checkpoint"
+        ) from error
+
+
+def share(cost: np.ndarray) -> range:
+    """This rank's clients, of U that cost so much each: ranges of about equal cost and length."""
+    if count() == 1:
+        return range(len(cost))
+    done = np.cumsum(cost / max(1e-300, cost.mean()) + 1)
+    bounds = np.searchsorted(done, done[-1] * np.arange(1, count()) / count())
+    bounds = np.concatenate([[0], bounds, [len(cost)]])
+    return range(int(bounds[number()]), int(bounds[number() + 1]))
+
+
+def exchanged(work: Callable[[], Any]) -> list[Any]:
+    """What `work` gives on each rank, as JSON says it. What it raises on one rank is raised on all."""
+    if count() == 1:
+        return [work()]
+    mine: Exception | None = None
+    try:
+        word = {"said": work()}
+    except Exception as error:
+        mine = error
+        said = str(error) if isinstance(error, FedbenchError) else f"{type(error).__name__}: {error}"
+        word = {"error": said, "code": getattr(error, "exit_code", 1)}
+    words = _words(json.dumps(word).encode())
+    for rank, word in enumerate(words):
+        if "error" in word:
+            if mine and rank == number():
+                raise mine
+            raise {2: UsageError, 3: DataError}.get(word["code"], FedbenchError)(f"{word['error']} (on rank {rank})") from mine
+    return [word["said"] for word in words]
+
+
+def _words(mine: bytes) -> list[Any]:
+    with peers():
+        sizes = torch.zeros(count(), dtype=torch.int64)
+        sizes[number()] = len(mine)
+        dist.all_reduce(sizes)
+        padded = torch.frombuffer(bytearray(mine.ljust(int(sizes.max()))), dtype=torch.uint8)
+        found = [torch.empty_like(padded) for _ in range(count())]
+        dist.all_gather(found, padded)
+    return [json.loads(word.numpy().tobytes()) for word in found]
+
+
+def together(make: Callable[[], Made]) -> Made:
+    """What each rank makes for itself, if all of them can."""
+    made: list[Made] = []
+    exchanged(lambda: made.append(make()))
+    return made[0]
+
+
+def agree(what: str, word: Callable[[], str]) -> None:
+    """Refuse to go on if a rank's word is not that of the first."""
+    words = exchanged(word)
+    for rank, other in enumerate(words):
+        if other != words[0]:
+            raise UsageError(f"rank {rank} has {what} than rank 0 ({other}, not {words[0]}); give all machines the same")
+
+
+def told(work: Callable[[], Any]) -> Any:
+    """What `work` gives on the first rank, where alone it is done; values of JSON."""
+    return exchanged(lambda: work() if is_first() else None)[0]
+
+
+def totals(*numbers: int) -> list[int]:
+    """Each number's sum over the ranks."""
+    if count() == 1:
+        return list(numbers)
+    sums = torch.tensor(numbers)
+    with peers():
+        dist.all_reduce(sums)
+    return [int(value) for value in sums]
+
+
+def anywhere(*flags: bool) -> list[bool]:
+    """Whether each is true on any rank."""
+    return [number > 0 for number in totals(*map(int, flags))]
+
+
+def gathered(work: Callable[[], Tensors], device: str, first_only: bool = False) -> Tensors:
+    """The tensors that `work` gives on each rank, joined along their first dimension in the order of the ranks.
+
+    A name that a rank does not give counts as empty there. first_only: elsewhere than on the first rank nothing comes back.
+    """
+    if count() == 1:
+        return work()
+    mine: Tensors = {}
+
+    def facts() -> dict[str, Any]:
+        mine.update(work())
+        return {name: [str(value.dtype), list(value.shape)] for name, value in mine.items()}
+
+    told = exchanged(facts)
+    joined: Tensors = {}
+    with peers():
+        for name, (dtype, shape) in {name: fact for rank in told for name, fact in rank.items()}.items():
+            ends = np.cumsum([rank[name][1][0] if name in rank else 0 for rank in told])
+            if first_only and not is_first():
+                if name in mine and len(mine[name]):
+                    dist.send(mine[name].to(device).contiguous(), 0)
+                continue
+            whole = torch.empty(int(ends[-1]), *shape[1:], dtype=DTYPES[dtype], device=device)
+            parts = whole.tensor_split(tuple(map(int, ends[:-1])))
+            if name in mine:
+                parts[number()].copy_(mine[name])
+            if first_only:
+                for rank, part in enumerate(parts):
+                    if rank != number() and len(part):
+                        dist.recv(part, rank)
+            else:
+                under_way = [dist.broadcast(part, rank, async_op=True) for rank, part in enumerate(parts) if len(part)]
+                for transfer in under_way:
+                    transfer.wait()
+            joined[name] = whole
+    return joined
+
+
+def dealt(work: Callable[[], Tensor], device: str, own: range | None = None) -> Tensor:
+    """This rank's rows, or all of it, of the tensor that `work` gives on the first rank."""
+    if count() == 1:
+        return work()
+    whole = torch.empty(0)
+
+    def facts() -> list[Any]:
+        nonlocal whole
+        whole = work() if is_first() else whole
+        return [str(whole.dtype), list(whole.shape), [own.start, own.stop] if own is not None else None]
+
+    words = exchanged(facts)
+    dtype, shape, mine = words[0]
+    if is_first():
+        with peers():
+            for rank, (_, _, rows) in enumerate(words[1:], start=1):
+                part = whole[slice(*rows)] if rows else whole
+                if part.numel():
+                    dist.send(part.to(device).contiguous(), rank)
+        return whole[slice(*mine)] if mine else whole
+    part = torch.empty(shape if own is None else [len(own), *shape[1:]], dtype=DTYPES[dtype], device=device)
+    with peers():
+        if part.numel():
+            dist.recv(part, 0)
+    return part
+
+
+def joined(work: Callable[[], Round | None], nobody: Uploads) -> Round:
+    """The round of a whole cohort, of which each rank runs a part (None if it has no client of it).
+
+    nobody: the uploads of the cohort with nothing in them yet.
+    """
+    if count() == 1:
+        alone = work()
+        assert alone is not None
+        return alone
+    tensors = gathered(lambda: packed(work()), str(nobody.clients.device))
+    down, updates = tensors["sizes"].sum(0).tolist()
+    return Round(replace(nobody, tensors=unpacked(tensors)), tensors["loss"].cpu(), down, updates)
+
+
+def packed(result: Round | None) -> Tensors:
+    """A part of a round as plain tensors; rows go with their number a client and small ids."""
+    if result is None:
+        return {"sizes": torch.zeros(1, 2, dtype=torch.int64)}
+    tensors = {"sizes": torch.tensor([[result.bytes_down, result.updates]]), "loss": result.loss}
+    for name, value in result.uploads.tensors.items():
+        if isinstance(value, Rows):
+            counts = torch.bincount(value.client, minlength=value.clients)
+            tensors |= {f"value/{name}": value.value, f"item/{name}": value.item.int(), f"count/{name}": counts}
+        else:
+            tensors[f"whole/{name}"] = value
+    return tensors
+
+
+def unpacked(tensors: Tensors) -> dict[str, Tensor | Rows]:
+    """What clients uploaded, in the order of the cohort."""
+    found: dict[str, Tensor | Rows] = {}
+    for key, value in tensors.items():
+        kind, _, name = key.partition("/")
+        if kind == "whole":
+            found[name] = value
+        elif kind == "value":
+            counts = tensors[f"count/{name}"]
+            client = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+            found[name] = Rows(client, tensors[f"item/{name}"].long(), value, len(counts))
+    return found
