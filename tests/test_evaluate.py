@@ -267,8 +267,8 @@ def test_kernels_score_as_the_algorithm_does(name: str) -> None:
         federation.next_round()
     without = evaluate.Evaluator(federation.algorithm, parts(), "cpu", kernels=False)
     answer = federation.algorithm.answer(federation.server)
-    for clients, sent in without._groups(answer, 50):
+    for clients, sent in without.groups(federation.store, answer, 50):
         for items in (None, torch.from_numpy(parts().test_candidates[clients].astype(np.int64))):
-            expected = without._scores(federation.store, answer, clients, sent, items)
-            found = federation.evaluator._scores(federation.store, answer, clients, sent, items)
+            expected = without.scores(federation.store, answer, clients, sent, items)
+            found = federation.evaluator.scores(federation.store, answer, clients, sent, items)
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
