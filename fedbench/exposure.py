@@ -55,7 +55,7 @@ def _apart(tables: list[Tensor], picked: Tensor) -> tuple[np.ndarray, np.ndarray
     square = torch.zeros((), device=picked.device)
     for table in tables:
         mine = table[picked].flatten(2) if table.dim() > 2 else table[picked].unsqueeze(2)
-        square = square + (mine - mine.mean(0)).square().sum(2)
+        square = square + mine.sub_(mine.mean(0)).square_().sum(2)  # a copy already: room for more of them costs most of the time
     n, items = square.shape
     return np.arange(n + 1) * items, np.tile(np.arange(items), n), square.double().cpu().numpy().ravel()
 
@@ -84,21 +84,14 @@ def _auc(
         trained = np.zeros(items, np.bool_)
         trained[mine] = True
         sent, size = item[ptr[c] : ptr[c + 1]], moved[ptr[c] : ptr[c + 1]]
-        found = 0
-        for i in range(sent.size):
-            found += trained[sent[i]]
-        below = negatives - (sent.size - found)  # negatives that were not sent are below every row that was
-        won = 0.5 * (positives - found) * below
-        out[c, 1] = (won + found * (below + 0.5 * (negatives - below))) / (positives * negatives)
-        order = np.argsort(size)
-        start = 0
-        while start < order.size:
-            stop, good = start, 0
-            while stop < order.size and size[order[stop]] == size[order[start]]:
-                good += trained[sent[order[stop]]]
-                stop += 1
-            bad = stop - start - good
-            won += good * (below + 0.5 * bad)
-            below += bad
-            start = stop
+        good, bad = size[trained[sent]], size[~trained[sent]]
+        below = negatives - bad.size  # negatives that were not sent are below every row that was
+        won = 0.5 * (positives - good.size) * below
+        out[c, 1] = (won + good.size * (below + 0.5 * bad.size)) / (positives * negatives)
+        for one in good:  # every pair: comparisons vectorise, so that this is faster than to sort
+            less = ties = 0
+            for other in bad:
+                less += other < one
+                ties += other == one
+            won += below + less + 0.5 * ties
         out[c, 0] = won / (positives * negatives)

@@ -15,9 +15,9 @@ from fedbench.errors import FedbenchError, UsageError
 BASE = {"users": 4000, "clients-per-round": 500, "items": 500, "dim": 16}
 AXES = {
     "users": (2000, 8000, 32000),
-    "clients-per-round": (250, 500, 1000, 2000, 4000),
+    "clients-per-round": (250, 1000, 4000),
     "items": (250, 1000, 4000),
-    "dim": (8, 16, 32, 64),
+    "dim": (8, 32, 128),
 }
 """one grows, the others stay at BASE"""
 INTERACTIONS = 20
