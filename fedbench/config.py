@@ -41,7 +41,7 @@ CHOICES = {
     "budget": ("rounds", "visits", "bytes"),
 }
 AT_LEAST = {
-    **dict.fromkeys(("rounds", "clients_per_round", "local_epochs", "batch_size", "dim", "eval_negatives"), 1),
+    **dict.fromkeys(("rounds", "clients_per_round", "local_epochs", "batch_size", "dim", "eval_negatives", "eval_clients"), 1),
     **dict.fromkeys(("users", "items", "interactions", "threads", "block_rows", "eval_every", "budget_value", "jobs"), 1),
     **dict.fromkeys(("negatives", "stop_below", "min_interactions", "seed", "split_seed", "data_seed", "fold", "new_users"), 0),
     "folds": 2,
@@ -132,6 +132,7 @@ class RunConfig:
         """What determines the result. A file counts by its content, not by its path."""
         skipped = {*NOT_HASHED, *(key for key, value in _values(self.failures).items() if value == getattr(Failures, key))}
         skipped |= set() if self.protocol.new_users else {"new_users"}
+        skipped |= {"eval_clients"} if self.protocol.eval_clients is None else set()
         values = {key: value for key, value in self.to_dict().items() if key not in skipped}
         return values | {"algo": _identity(self.algo), "dataset": _identity(self.dataset)}
 
@@ -434,8 +435,12 @@ def _check_split(algo: str, algorithm: Algorithm, protocol: Protocol) -> None:
     if not protocol.ratings and algorithm.predicts_ratings:
         change = " or --feedback implicit" if "implicit" in words else ""
         raise UsageError(f"--split {split} holds out items to rank and {algo} predicts ratings; use --split kfold{change}")
+    if protocol.ratings and protocol.eval_clients is not None:
+        raise UsageError(f"--eval-clients is for ranking; --split {split} predicts every rating that is held out")
     if split == "users" and not algorithm.reconstructs:
         raise UsageError(f"--split users tests clients that never took part, and {algo} cannot reconstruct them; use --split kfold")
+    if protocol.new_users and protocol.eval_clients is not None:
+        raise UsageError("--new-users measures all clients that it keeps out of training; drop --eval-clients")
     if protocol.new_users >= 1:
         raise UsageError(f"--new-users must be a share below 1, such as 0.1, not {protocol.new_users:g}")
     if protocol.new_users and protocol.ratings:

@@ -20,6 +20,8 @@ from fedbench.split import Held, Split
 from fedbench.store import ClientStore
 
 KS = (5, 10, 20)
+POPULARITY_CLIENTS = 1 << 16
+"""clients that popularity is evaluated for at once"""
 
 
 def ranks_among(scores: Tensor) -> Tensor:
@@ -54,7 +56,7 @@ def chance_metrics(split: Split) -> dict[str, float]:
     """What a ranking that knows nothing gets on test, exactly: the rank is uniform over the candidates."""
     width = split.test_candidates.shape[1] + 1
     sampled = ranking_metrics(np.arange(1, width + 1))
-    free = split.items - split.train_counts - 1
+    free = (split.items - split.train_counts - 1)[split.evaluated]
     top = np.arange(1, max(KS) + 1)
     gain = 1 / np.log2(top + 1)
     harmonic = np.cumsum(1 / np.arange(1, free.max() + 1))
@@ -66,34 +68,35 @@ def chance_metrics(split: Split) -> dict[str, float]:
 
 
 def popularity_ranks(split: Split) -> dict[str, np.ndarray]:
-    """val, test, full_val, full_test [U] when items are ranked by how many clients train on them: the floor that every table shows."""
+    """val, test, full_val, full_test [E] when items are ranked by how many clients train on them: the floor that every table shows."""
     count = np.bincount(split.train_item, minlength=split.items)
     at_least = len(count) - np.searchsorted(np.sort(count), np.arange(count.max() + 1))
-    counts = split.train_counts
-    row = np.repeat(np.arange(split.clients), counts)
-    ranks = {}
-    for name, target, candidates in (
-        ("val", split.val_item, split.val_candidates),
-        ("test", split.test_item, split.test_candidates),
-    ):
-        ranks[name] = 1 + (count[candidates] >= count[target][:, None]).sum(axis=1)
-        met = np.bincount(row[count[split.train_item] >= count[target][row]], minlength=split.clients)
-        if name == "test":
-            met = met + (count[split.val_item] >= count[target])
-        ranks[f"full_{name}"] = at_least[count[target]] - met
+    ranks = {name: np.empty(len(split.evaluated), np.int64) for name in ("val", "test", "full_val", "full_test")}
+    for start in range(0, len(split.evaluated), POPULARITY_CLIENTS):
+        clients, at = split.evaluated[start : start + POPULARITY_CLIENTS], slice(start, start + POPULARITY_CLIENTS)
+        row, item = _training_pairs(split, clients)
+        for name, target, candidates in (
+            ("val", split.val_item[clients], split.val_candidates[clients]),
+            ("test", split.test_item[clients], split.test_candidates[clients]),
+        ):
+            ranks[name][at] = 1 + (count[candidates] >= count[target][:, None]).sum(axis=1)
+            met = np.bincount(row[count[item] >= count[target][row]], minlength=len(clients))
+            if name == "test":
+                met = met + (count[split.val_item[clients]] >= count[target])
+            ranks[f"full_{name}"][at] = at_least[count[target]] - met
     return ranks
 
 
 def trained_items(split: Split) -> np.ndarray:
     """[M] whether somebody who takes part trains on an item."""
-    mine = np.isin(np.repeat(np.arange(split.clients), split.train_counts), split.trainers)
+    mine = slice(None) if split.role is None else np.isin(np.repeat(np.arange(split.clients), split.train_counts), split.trainers)
     return np.bincount(split.train_item[mine], minlength=split.items) > 0
 
 
 def new_item_metrics(split: Split, ranks: Mapping[str, np.ndarray]) -> dict[str, float]:
     """How many items nobody trains on, how many clients have one of them held out for test, and how the method ranks those."""
     new = ~trained_items(split)
-    met = new[split.test_item]
+    met = new[split.test_item[split.evaluated]]
     counts = {"items": int(new.sum()), "clients": int(met.sum())}
     hits = {f"{prefix}hr_10": float((ranks[f"{prefix}test"][met] <= 10).mean()) for prefix in ("", "full_")} if met.any() else {}
     return {**counts, **hits}
@@ -228,7 +231,7 @@ class Evaluator:
         return self._ranks(store, answer, full=True)
 
     def _ranks(self, store: ClientStore, answer: Answer, full: bool) -> dict[str, np.ndarray]:
-        out = np.empty((2, self.split.clients), np.int64)
+        out = np.zeros((2, self.split.clients), np.int64)
         for clients, sent in self.groups(store, answer, self.split.items if full else 2 + 2 * self.split.test_candidates.shape[1]):
             fresh = store.fresh(clients)
             if fresh is not None and fresh.all() and not sent:
@@ -236,6 +239,7 @@ class Evaluator:
             else:
                 found = (self._full if full else self._sampled)(store, answer, clients, sent)
             out[:, clients.cpu().numpy()] = found
+        out = out if self.split.sample is None else out[:, self.split.sample]
         return {"val": out[0], "test": out[1]}
 
     def _sampled(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool) -> np.ndarray:
@@ -263,9 +267,8 @@ class Evaluator:
 
     def groups(self, store: ClientStore, answer: Answer, width: int, everyone: Tensor | None = None) -> Iterator[tuple[Tensor, bool]]:
         """Chunks of clients that were all sent something or all nothing, and that are all as they started, not stored, or none."""
-        if everyone is None:
-            everyone = torch.arange(self.own.start, self.own.stop, device=self.device)
-        else:
+        everyone = torch.from_numpy(self.split.evaluated).to(self.device) if everyone is None else everyone
+        if len(self.own) < self.split.clients:
             everyone = everyone[(everyone >= self.own.start) & (everyone < self.own.stop)]
         if answer.slot is None:
             groups = [(everyone, bool(answer.shared))]
@@ -291,7 +294,7 @@ def ranks_among_unseen(scores: Tensor, split: Split, clients: np.ndarray) -> np.
 
 def _ranks_on_device(scores: Tensor, split: Split, clients: np.ndarray) -> np.ndarray:
     out = np.empty((2, len(clients)), np.int64)
-    row, item = _training_pairs(split, clients, scores.device)
+    row, item = (torch.from_numpy(part).to(scores.device) for part in _training_pairs(split, clients))
     val, test = (torch.from_numpy(held[clients].astype(np.int64)).to(scores.device) for held in (split.val_item, split.test_item))
     for position, target in enumerate((val, test)):
         at_least = ~(scores < scores.gather(1, target[:, None]))
@@ -329,10 +332,9 @@ def _rank_unseen(
             out[position, c] = count
 
 
-def _training_pairs(split: Split, clients: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+def _training_pairs(split: Split, clients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(position in `clients`, item) of every training interaction of these clients."""
-    counts = split.train_counts[clients]
+    counts = split.train_ptr[clients + 1] - split.train_ptr[clients]
     row = np.repeat(np.arange(len(clients)), counts)
     offset = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    item = split.train_item[np.repeat(split.train_ptr[clients], counts) + offset].astype(np.int64)
-    return torch.from_numpy(row).to(device), torch.from_numpy(item).to(device)
+    return row, split.train_item[np.repeat(split.train_ptr[clients], counts) + offset].astype(np.int64)

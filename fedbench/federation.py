@@ -87,8 +87,11 @@ class Federation:
 
     def chosen(self, when: int) -> np.ndarray:
         """The clients that a round asks to take part."""
-        a, trainers = self.algorithm, self.split.trainers
-        return trainers[cohort_of(when, len(trainers), a.cohort(len(trainers)), a.sampling, self.seed)]
+        a, split = self.algorithm, self.split
+        trainers = None if split.role is None else split.trainers
+        count = split.clients if trainers is None else len(trainers)
+        cohort = cohort_of(when, count, a.cohort(count), a.sampling, self.seed)
+        return cohort if trainers is None else trainers[cohort]
 
     def samples(self, when: int, cohort: np.ndarray | None = None) -> Samples:
         """What the chosen clients, or those given, train on in a round."""
@@ -230,8 +233,9 @@ class Federation:
 
         def part() -> Tensors:
             found, own = evaluate(self.private(), self.algorithm.answer(self.server)), self.store.clients
-            held = self.split.held
-            mine = {name: held[name].ptr[[own.start, own.stop]] if held else (own.start, own.stop) for name in found}
+            held, sample = self.split.held, self.split.sample
+            ends = (own.start, own.stop) if sample is None else np.searchsorted(sample, (own.start, own.stop))
+            mine = {name: held[name].ptr[[own.start, own.stop]] if held else ends for name in found}
             return {name: torch.from_numpy(value[slice(*mine[name])]) for name, value in found.items()}
 
         return {name: value.numpy() for name, value in ranks.gathered(part, "cpu").items()}
@@ -242,7 +246,7 @@ class Federation:
             return self.store
         if self.rebuilt is None or self.rebuilt[0] is not self.server:
             split, a = self.split, self.algorithm
-            who = np.arange(split.clients) if split.role is None else np.flatnonzero(split.role != TRAIN)
+            who = split.evaluated if split.role is None else np.flatnonzero(split.role != TRAIN)
             samples = sample_round(split, who[self.own(who)], a.evaluation_negatives, self.seed, self.round, purpose="negatives/evaluation")
             self.rebuilt = self.server, ClientStore.of(self.engine.reconstruct(self.server, samples, self.round))
         return self.rebuilt[1]

@@ -53,6 +53,8 @@ class Protocol:
     """kfold: the fold that is tested, from 0; all of them, one run each, if not given"""
     new_users: float = 0.0
     """this share of the clients never takes part; after training they learn what is private from their own items and are tested too"""
+    eval_clients: int | None = None
+    """rank for a seeded sample of so many clients only; for all of them if not given"""
 
     @property
     def leaky(self) -> bool:
@@ -85,6 +87,7 @@ class Protocol:
         """16 hex digits of the canonical JSON of the resolved protocol's fields that matter and the data's checksum."""
         ignored = {*(() if self.split == "kfold" else FOLD_FIELDS), *(RANKING_FIELDS if self.ratings else ())}
         ignored |= set() if self.new_users else {"new_users"}
+        ignored |= {"eval_clients"} if self.eval_clients is None else set()
         matters = {key: value for key, value in asdict(self).items() if key not in ignored}
         text = json.dumps({**matters, "data": data_checksum}, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -166,7 +166,8 @@ def final_table(summary: dict[str, Any], parts: Split) -> str:
         head += f", fold {parts.protocol.fold} of {parts.protocol.folds}"
     head += f", test at round {summary['best_round']} of {summary['rounds']}"
     chosen = "the last" if parts.protocol.select_on == "last" else f"chosen on {parts.protocol.select_on}"
-    lines = ["", f"{head} ({chosen}), {parts.clients:,} clients, {parts.items:,} items"]
+    sample = "" if parts.sample is None else f" ({len(parts.sample):,} of them ranked for)"
+    lines = ["", f"{head} ({chosen}), {parts.clients:,} clients{sample}, {parts.items:,} items"]
     lines.append(" " * width + "".join(f"{name.replace('_10', '@10').replace('_', ' ').upper():>14}" for name in columns))
     for name, metrics in rows:
         lines.append(f"{name:<{width}}" + "".join(f"{metrics[column]:>14.4f}" for column in columns))
@@ -187,7 +188,7 @@ def human(size: float) -> str:
 
 def per_client(parts: Split, outcome: Mapping[str, np.ndarray], refit: Mapping[str, np.ndarray] | None = None) -> pd.DataFrame:
     """One row a client: its name in the source, how much it trained on, its ranks and popularity's, or its errors and the means'."""
-    columns = {"user": parts.user_ids.astype(str), "train_items": parts.train_counts}
+    columns = {"user": parts.user_ids[parts.evaluated].astype(str), "train_items": parts.train_counts[parts.evaluated]}
     if parts.held:
         for name, errors in _errors(parts, outcome).items():
             columns |= {f"{key}_{name}": value for key, value in errors.items()}

@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit, prange
 
 from fedbench.data import Interactions
-from fedbench.draw import below, keys, mix, purpose_base, unit
+from fedbench.draw import GOLDEN, below, keys, mix, purpose_base, unit
 from fedbench.errors import DataError, UsageError
 from fedbench.protocol import Protocol
 
@@ -79,6 +79,13 @@ class Split:
     rating_max: float = 1.0
     newcomers: Split | None = None
     """the clients that --new-users keeps out of all of this, with the same items"""
+    sample: np.ndarray | None = None
+    """client numbers of those that are ranked for, ascending, if not all are"""
+
+    @property
+    def evaluated(self) -> np.ndarray:
+        """Client numbers of those that are ranked for."""
+        return np.arange(self.clients) if self.sample is None else self.sample
 
     @property
     def clients(self) -> int:
@@ -186,12 +193,17 @@ def split(data: Interactions, protocol: Protocol) -> Split:
         return _rating_split(data, protocol)
     checksum = data.checksum()
     user, item, rating, time = _filtered(data, protocol)
-    user_codes, user = np.unique(user, return_inverse=True)
-    item_codes, item = np.unique(item, return_inverse=True)
+    user_codes, user = _without_gaps(user, data.users)
+    item_codes, item = _without_gaps(item, data.items)
     clients, items = len(user_codes), len(item_codes)
+    sample = None
+    if protocol.eval_clients is not None and protocol.eval_clients < clients:
+        sample = np.sort(_smallest(keys(protocol.split_seed, 0, "evaluated", user_codes), protocol.eval_clients))
+    else:
+        protocol = replace(protocol, eval_clients=None)
 
     order = np.lexsort((*_last_is_test(data, protocol, user_codes[user], item_codes[item], time), user))
-    user, item, rating = user[order], item[order].astype(np.int32), rating[order]
+    user, item, rating = user[order], item[order], rating[order]
     seen_ptr = _from_counts(np.bincount(user, minlength=clients))
     is_test, is_val = np.zeros(len(user), bool), np.zeros(len(user), bool)
     is_test[seen_ptr[1:] - 1] = True
@@ -217,6 +229,7 @@ def split(data: Interactions, protocol: Protocol) -> Split:
         test_candidates=test_candidates,
         user_ids=data.user_ids[user_codes],
         item_ids=data.item_ids[item_codes],
+        sample=sample,
     )
     return _without_newcomers(whole, user_codes, data.name) if protocol.new_users else whole
 
@@ -242,14 +255,22 @@ def _filtered(data: Interactions, protocol: Protocol) -> tuple[np.ndarray, np.nd
     return data.user[keep], data.item[keep], data.rating[keep], data.time[keep]
 
 
+def _without_gaps(code: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The codes that appear, ascending, and [N] int32 the place of each row's among them."""
+    there = np.flatnonzero(np.bincount(code, minlength=size))
+    number = np.empty(size, np.int32)
+    number[there] = np.arange(len(there))
+    return there, number[code]
+
+
 def _rating_split(data: Interactions, protocol: Protocol) -> Split:
     """kfold: one fold of all ratings is test; users: half the ratings of a tenth of the clients is validation, of another tenth test."""
     checksum = data.checksum()
     user, item, rating, _ = _filtered(data, protocol)
-    user_codes, user = np.unique(user, return_inverse=True)
-    item_codes, item = np.unique(item, return_inverse=True)
+    user_codes, user = _without_gaps(user, data.users)
+    item_codes, item = _without_gaps(item, data.items)
     order = np.lexsort((item, user))
-    user, item, rating = user[order], item[order].astype(np.int32), rating[order].astype(np.float32)
+    user, item, rating = user[order], item[order], rating[order].astype(np.float32)
     clients = len(user_codes)
     role = None
     if protocol.split == "kfold":
@@ -494,8 +515,8 @@ def _sample_ratings(
 
 def _rating_samples(split: Split, cohort: np.ndarray, extra: int, seed: int, when: int, rating: str) -> Samples:
     avoid_ptr, avoid_item = _avoided(split)
-    rated = split.train_counts[cohort]
-    ptr = _from_counts(rated + np.minimum(extra * rated, split.items - np.diff(avoid_ptr)[cohort]))
+    rated, avoided = (ptr[cohort + 1] - ptr[cohort] for ptr in (split.train_ptr, avoid_ptr))
+    ptr = _from_counts(rated + np.minimum(extra * rated, split.items - avoided))
     row, label = np.empty(ptr[-1], np.int32), np.empty(ptr[-1], np.float32)
     _sample_ratings(keys(seed, when, "extra", cohort), cohort, split.train_ptr, split.train_item, split.train_rating, avoid_ptr, avoid_item,
                     split.items, rating == "mean", ptr, label, row)  # fmt: skip
@@ -561,7 +582,24 @@ def cohort_of(round_: int, clients: int, n: int, sampling: str, seed: int) -> np
         return np.arange(clients)
     if sampling == "queue":
         return np.sort(_queue(clients, seed)[((round_ - 1) * n + np.arange(n)) % clients])
+    most = n + 6 * np.sqrt(n) + 6  # hashes are spread evenly, so only those below a bound that surely leaves n are sorted
+    if most < clients / 2:
+        some, key = _below_bound(purpose_base(seed, round_, "cohort"), clients, np.uint64(most / clients * 2.0**64), int(2 * most))
+        if n <= len(some) < int(2 * most):
+            return np.sort(some[np.argsort(key, kind="stable")[:n]])
     return np.sort(_smallest(keys(seed, round_, "cohort", np.arange(clients)), n))
+
+
+@njit(cache=True)
+def _below_bound(base: np.uint64, clients: int, bound: np.uint64, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """The clients, and at most so many, whose key (see draw.keys) is below a bound, and their keys."""
+    who, key, found = np.empty(most, np.int64), np.empty(most, np.uint64), 0
+    for u in range(clients):
+        mine = mix(base + np.uint64(u + 2) * GOLDEN)
+        if mine < bound and found < most:
+            who[found], key[found] = u, mine
+            found += 1
+    return who[:found], key[:found]
 
 
 @lru_cache(maxsize=4)
@@ -570,9 +608,5 @@ def _queue(clients: int, seed: int) -> np.ndarray:
 
 
 def _smallest(key: np.ndarray, n: int) -> np.ndarray:
-    """[n] where the smallest keys are. Keys are spread evenly, so only those below a bound that surely leaves n are sorted."""
-    share = (n + 6 * np.sqrt(n) + 6) / len(key)
-    some = np.flatnonzero(key < np.uint64(share * 2.0**64)) if share < 0.5 else np.arange(len(key))
-    if len(some) < n:
-        some = np.arange(len(key))
-    return some[np.argsort(key[some], kind="stable")[:n]]
+    """[n] where the smallest keys are."""
+    return np.argsort(key, kind="stable")[:n]
