@@ -35,24 +35,29 @@ from fedbench.server import SharedModel
 @dataclass(frozen=True)
 class FedAvgNCF(SharedModel):
     rounds: int = 400
-    clients_per_round: int | None = 50
-    local_epochs: int = 3
+    clients_per_round: int | None = None
+    """clients a round (n); 500, or all if they are fewer, if not given"""
+    local_epochs: int = 2
     batch_size: int = 64
     sampling: str = "queue"
     layers: tuple[int, ...] = (64, 32, 16, 8)
     """layer sizes of the MLP; the first is the joined user and item embedding, half of it each"""
-    lr: float = 0.001
-    """local learning rate of AdamW"""
-    weight_decay: float = 0.01
-    """decoupled weight decay of AdamW"""
-    clip: float = 0.5
-    """largest norm of a client's gradient; 0: not clipped"""
+    server_lr: float = 1.5
+    lr: float = 0.02
+    """local learning rate of AdamW; the published recipe takes 0.001"""
+    weight_decay: float = 0.0
+    """decoupled weight decay of AdamW; the published recipe takes 0.01"""
+    clip: float = 0.0
+    """largest norm of a client's gradient, 0: not clipped; the published recipe takes 0.5"""
     init_scale: float = 0.01
     """standard deviation of the initial embeddings"""
     share_users: bool = False
     """the server keeps the user embeddings too and averages them like all other weights"""
 
-    published = {"share_users": True, "average": "cohort"}
+    published = {
+        **{"share_users": True, "average": "cohort", "server_lr": 1.0},
+        **{"clients_per_round": 50, "local_epochs": 3, "lr": 0.001, "weight_decay": 0.01, "clip": 0.5},
+    }
 
     def check(self, world: World | None = None) -> None:
         super().check(world)
@@ -62,6 +67,9 @@ class FedAvgNCF(SharedModel):
                 raise UsageError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(self, name):g}")
         if len(self.layers) < 2 or min(self.layers) < 1 or self.layers[0] % 2:
             raise UsageError(f"--layers {','.join(map(str, self.layers))}: give two sizes or more, the first of them even")
+
+    def cohort(self, clients: int) -> int:
+        return self.clients_per_round or min(500, clients)
 
     @property
     def width(self) -> int:

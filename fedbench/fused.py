@@ -19,8 +19,10 @@ from fedbench.split import shuffle
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 """Adam's constants, as in torch.optim.Adam"""
-FAST = {"reassoc", "contract", "arcp", "nsz"}
-"""sums may be reordered, as vector instructions need; infinities and NaN keep their meaning"""
+FAST = {"reassoc", "contract", "nsz"}
+"""sums may be reordered, as vector instructions need; infinities and NaN keep their meaning. Without arcp: vector instructions would
+divide less exactly than scalar ones, and which of them run can depend on where arrays happen to lie. For the same reason a loop that
+sums stores nothing into other arrays."""
 DIVIDE: Final = "numpy"
 """no check for a zero divisor: it would keep every loop that divides from being vectorised"""
 TINY = {4: 1e-17, 8: 1e-150}
@@ -543,7 +545,8 @@ def _train_client(
     cut = n > batch
     rows = np.zeros((d, width), p.dtype), np.zeros((d, width), p.dtype), np.zeros((d, width), p.dtype)
     person = p, np.zeros(d, p.dtype), np.zeros(d, p.dtype)
-    q, (pos, neg, box) = rows[0], (np.zeros(width, p.dtype), np.zeros(width, p.dtype), np.empty((2, width), p.dtype))
+    q, work = rows[0], np.zeros((4, max(width, TILE)), p.dtype)
+    pos, neg, box = work[0, :width], work[1, :width], work[2:]
     before = _take(table, row, q)
     order = np.empty(n, np.int64)
     # what the merge needs; in_batch: the rows of a batch side by side
@@ -861,6 +864,7 @@ def train_neumf(
                     bias = w[hidden * 2 * half + o]
                     for j in range(half):
                         small[o * half + j] = w[o * 2 * half + half + j]
+                    for j in range(half):
                         bias += w[o * 2 * half + j] * p[d + j]
                     small[hidden * half + o] = bias
                 small[hidden * half + hidden :] = w[hidden * 2 * half + hidden :]
@@ -1034,17 +1038,18 @@ def train_biased(
                     for j in range(d):
                         gp[j] += error * item[j]
                     gp[d] += error
-                square = kind(0)
                 for j in range(d + 1):
                     p[j] -= share * gp[j]
+                square, drift = kind(0), kind(0)
+                for j in range(d + 1):
                     square += p[j] * p[j]
-                drift = kind(0)
                 for s in range(start, stop):
                     item = q[local[c, order[s]]]
                     error = _rating(p, item, mean[c]) - target[order[s]]
                     sizes = square
                     for j in range(d + 1):
                         sizes += item[j] * item[j]
+                    for j in range(d + 1):
                         item[j] -= share * (error * (p[j] if j < d else kind(1)) + shrink * item[j])
                     total += half * (error * error + shrink * sizes)
                     drift += error

@@ -340,7 +340,8 @@ class TestFedMF(AlgorithmTests):
 
 
 def fedavg_ncf(**fields: Any) -> FedAvgNCF:
-    return FedAvgNCF(**{**SMALL, "layers": (12, 6, 4), **fields})
+    settings = {"layers": (12, 6, 4), "lr": 0.001, "weight_decay": 0.01, "clip": 0.5, "server_lr": 1.0}
+    return FedAvgNCF(**{**settings, **fields, **SMALL})
 
 
 class TestFedAvgNCF(AlgorithmTests):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from algorithms.fedavg_ncf import FedAvgNCF
 from algorithms.fedem import FedEM
 from algorithms.fedmf import FedMF
 from algorithms.local import Local
@@ -343,6 +344,21 @@ def test_training_in_place_equals_training_in_blocks_bit_for_bit(dtype: torch.dt
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="torch.compile needs a C compiler")
+@pytest.mark.parametrize(
+    "algorithm", [FedAvgNCF(dim=32, local_epochs=2, lr=0.02, weight_decay=0.0, clip=0.0), FedMF(dim=8)], ids=lambda a: a.name
+)
+def test_where_arrays_happen_to_lie_changes_nothing(algorithm: Algorithm) -> None:
+    """The kernels' loops may run by vector or by scalar instructions, as the distance of two arrays tells them: with one result."""
+    parts, between, first = small_split(users=120, items=200, interactions=15), [], None
+    for repeat in range(4):
+        federation = Federation.start(algorithm, parts, 0)
+        result = federation.next_round()
+        found = [result.loss, *federation.state().values()]
+        first = first or found
+        assert all(torch.equal(one, other) for one, other in zip(first, found, strict=True)), repeat
+        between.append([np.empty(size, np.uint8) for size in range(40 + repeat, 4000, 97)])
+
+
 def test_compiled_equals_eager() -> None:
     stores = []
     for compile_ in (False, True):

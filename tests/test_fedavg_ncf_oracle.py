@@ -30,7 +30,10 @@ SMALL: dict[str, Any] = {
     "lr": 0.02,
     "weight_decay": 0.4,
     "clip": 0.05,
+    "local_epochs": 3,
+    "server_lr": 1.0,
 }
+PUBLISHED = {**FedAvgNCF.published, **SMALL}
 
 
 class NeuMF(nn.Module):
@@ -124,8 +127,8 @@ def oracle(recipe: FedAvgNCF, parts: Split, start: Tensors) -> NeuMF:
         FedAvgNCF(**SMALL),
         FedAvgNCF(**{**SMALL, "clip": 0.0, "weight_decay": 0.0}),
         FedAvgNCF(**SMALL, average="cohort"),
-        FedAvgNCF(**SMALL, **FedAvgNCF.published),
-        FedAvgNCF(**{**SMALL, **FedAvgNCF.published, "weight_decay": 0.0}),
+        FedAvgNCF(**PUBLISHED),
+        FedAvgNCF(**{**PUBLISHED, "weight_decay": 0.0}),
     ],
     ids=["clean", "clean, no decay, no clip", "whole tables, private users", "published", "published, no decay"],
 )
@@ -156,7 +159,7 @@ def test_bytes_of_both_forms() -> None:
     result = federation.next_round()
     assert result.uploads.bytes() == 4 * (len(result.uploads.rows("items").item) * (width + 1) + n * dense)
     assert result.bytes_down == 4 * n * (parts.items * width + dense)
-    federation = Federation.start(FedAvgNCF(**SMALL, **FedAvgNCF.published), parts, SEED)
+    federation = Federation.start(FedAvgNCF(**PUBLISHED), parts, SEED)
     result = federation.next_round()
     model = (parts.items + parts.clients) * width + dense
     assert result.uploads.bytes() == 4 * n * (model + 1)  # 1: the factor that stands for the decay of untouched rows
