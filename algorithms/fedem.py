@@ -32,7 +32,8 @@ class FedEM(Algorithm):
     rounds: int = 10
     stop_below: float = 1e-4
     alpha: float = 0.9
-    """weight of similarity beside the share of samples; near 0 all clients are averaged, at 0.9 a client is almost alone"""
+    """weight of similarity beside the share of samples; at 0 all clients are averaged. With a client's similarity to itself counted
+    (--no-exclude-self) 0.9 leaves it almost alone"""
     adapter: tuple[int, ...] = (32, 16, 8, 1)
     """layer sizes of the adapter MLP; the first must be twice --dim, the last 1"""
     lr: float = 0.1
@@ -45,14 +46,14 @@ class FedEM(Algorithm):
     """the share of --merge static"""
     aggregation: str = "both"
     """weights from samples alone (avg), from similarity alone (sim), or from the quadratic program over both (both)"""
-    objective: str = "code"
-    """quadratic program of the authors' code (project p + alpha·sigma) or of their paper (project (p + alpha·sigma)/(1 + alpha))"""
+    objective: str = "paper"
+    """quadratic program of the authors' paper (project (p + alpha·sigma)/(1 + alpha)) or of their code (project p + alpha·sigma)"""
     similarity: str = "l2"
     """similarity of two clients' signatures: l2 (1/(1 + distance)) or cos"""
     agg_ratio: float = 1.0
     """share of the round's clients whose tables are aggregated and that are sent a mixture; the published code takes 0.1"""
-    exclude_self: bool = False
-    """leave a client's similarity to itself (always 1) out"""
+    exclude_self: bool = True
+    """leave a client's similarity to itself (always 1) out; the published code counts it"""
     solver: str = "exact"
     """exact (sorting) or cvxpy (a quadratic programming solver)"""
     max_weight: float = 1.0
@@ -64,7 +65,7 @@ class FedEM(Algorithm):
     same_start: bool = True
     """all clients start from one user vector and one adapter; apart, their item tables point nowhere in common and cannot be mixed"""
 
-    published = {"rounds": 100, "agg_ratio": 0.1, "init_items": 1.0, "init_user": 1.0}
+    published = {"rounds": 100, "agg_ratio": 0.1, "init_items": 1.0, "init_user": 1.0, "objective": "code", "exclude_self": False}
     mailed = ("tables",)
     choices = {
         **Algorithm.choices,

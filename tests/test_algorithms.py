@@ -431,8 +431,8 @@ class TestFedEM(AlgorithmTests):
         *(fedem(merge=merge) for merge in ("elastic", "static", "replace")),
         *(fedem(aggregation=aggregation) for aggregation in ("sim", "avg")),
         fedem(agg_ratio=0.4, same_start=False),
-        fedem(exclude_self=True),
-        fedem(objective="paper"),
+        fedem(exclude_self=False),
+        fedem(objective="code"),
         fedem(similarity="cos"),
         fedem(adapter=(16, 1), stop_below=0.1),
     )
