@@ -16,7 +16,7 @@ from fedbench.protocol import CHOICES, PRESETS, Protocol
 
 CLEAN: dict[str, Any] = {"name": "clean", "split": "auto", "ties": "hash", "train_negatives": "clean", "select_on": "val",
          "min_interactions": 5, "eval_negatives": 99, "candidates": "apart", "split_seed": 0, "new_users": 0.0}  # fmt: skip
-FOLDS: dict[str, Any] = {"folds": 5, "fold": None}
+UNSET: dict[str, Any] = {"folds": 5, "fold": None, "eval_clients": None}
 
 
 @cache
@@ -29,9 +29,9 @@ def timeless() -> Interactions:
 
 
 def test_presets_are_what_the_design_says() -> None:
-    assert asdict(PRESETS["clean"]) == CLEAN | FOLDS
-    assert asdict(PRESETS["ncf"]) == CLEAN | FOLDS | {"name": "ncf", "split": "ncf", "min_interactions": 0, "candidates": "ncf"}
-    assert asdict(PRESETS["published"]) == CLEAN | FOLDS | {
+    assert asdict(PRESETS["clean"]) == CLEAN | UNSET
+    assert asdict(PRESETS["ncf"]) == CLEAN | UNSET | {"name": "ncf", "split": "ncf", "min_interactions": 0, "candidates": "ncf"}
+    assert asdict(PRESETS["published"]) == CLEAN | UNSET | {
         "name": "published", "ties": "first", "train_negatives": "leaky", "select_on": "test", "min_interactions": 10, "candidates": "same"
     }  # fmt: skip
     assert all(getattr(preset, field) in words for preset in PRESETS.values() for field, words in CHOICES.items())
@@ -51,10 +51,11 @@ def test_leaky_presets() -> None:
 
 def test_every_field_and_the_data_change_the_fingerprint() -> None:
     other: dict[str, Any] = {name: value + type(value)(1) for name, value in CLEAN.items()}
-    assert {*other, *FOLDS} == {f.name for f in fields(Protocol)}
+    assert {*other, *UNSET} == {f.name for f in fields(Protocol)}
+    other["eval_clients"] = 3
     changed = [replace(Protocol(), **{name: value}) for name, value in other.items()]
     prints = [Protocol().fingerprint("a"), Protocol().fingerprint("b"), *(protocol.fingerprint("a") for protocol in changed)]
-    assert len(set(prints)) == len(prints) == 2 + len(CLEAN)
+    assert len(set(prints)) == len(prints) == 2 + len(other)
     assert all(len(p) == 16 and int(p, 16) >= 0 for p in prints)
 
 
