@@ -98,8 +98,8 @@ def read(line: Sequence[str], file: Path | None = None, name: str | None = None)
     where = f"--study {file}: "
     _refuse_unknown(values, STUDY_KEYS, where)
     grids = values.get("grid", [{}])
-    if not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):
-        raise UsageError(f"{where}grid must be tables, each opened by [[grid]]")
+    if not isinstance(grids, list) or not grids or not all(isinstance(grid, dict) for grid in grids):
+        raise UsageError(f"{where}grid must be one table or more, each opened by [[grid]]")
     common = _words_of_table(values.get("fixed", {}), f"{where}fixed", many=False) | _words_of_table(values.get("axes", {}), f"{where}axes")
     read_grids = []
     for number, grid in enumerate(grids, 1):
