@@ -106,10 +106,10 @@ class Uploads:
         found = {}
         for name, value in self.tensors.items():
             if isinstance(value, Rows):
-                square = (value.value * value.value).reshape(len(value.value), -1).sum(1)
+                square = flat(value.value).square().sum(1)
                 found[name] = square.new_zeros(value.clients).index_add_(0, value.client, square).sqrt()
             else:
-                found[name] = torch.linalg.vector_norm(value.reshape(len(value), -1), dim=1)
+                found[name] = torch.linalg.vector_norm(flat(value), dim=1)
         return found
 
     def bytes(self) -> int:
@@ -124,6 +124,11 @@ class Uploads:
             else:
                 total += tensor.numel() * tensor.element_size() + (4 * len(value.item) if isinstance(value, Rows) else 0)
         return total
+
+
+def flat(values: Tensor) -> Tensor:
+    """[n, ...] -> [n, k], also of nobody."""
+    return values.reshape(len(values), math.prod(values.shape[1:]))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedbench.aggregate import Rows
 from fedbench.draw import keys
-from fedbench.engine import Uploads
+from fedbench.engine import Uploads, flat
 from fedbench.split import Split
 
 MOST_CLIENTS = 100
@@ -46,7 +46,7 @@ def _sent(tables: list[Rows], picked: np.ndarray) -> tuple[np.ndarray, np.ndarra
     first, counts = np.searchsorted(client, picked), np.searchsorted(client, picked, side="right") - np.searchsorted(client, picked)
     ptr = np.concatenate([[0], np.cumsum(counts)])
     at = torch.from_numpy(np.repeat(first - ptr[:-1], counts) + np.arange(ptr[-1])).to(tables[0].item.device)
-    square = torch.stack([rows.value[at].reshape(len(at), -1).square().sum(1) for rows in tables]).sum(0)
+    square = torch.stack([flat(rows.value[at]).square().sum(1) for rows in tables]).sum(0)
     return ptr, tables[0].item[at].cpu().numpy(), square.double().cpu().numpy()
 
 

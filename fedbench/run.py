@@ -510,7 +510,7 @@ def restore(state: checkpoint.State, federation: Federation, best: Best) -> None
         best.round, best.score = int(facts["best_round"]), float(facts["best_score"])
         best.outcome = {name: value.cpu().numpy() for name, value in beginning(tensors, "best/").items()}
         best.state = beginning(tensors, "best_state/")
-    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise FedbenchError(
             f"{state.path} does not fit this run ({' '.join(str(error).split())}); start again with another --out"
         ) from None

@@ -460,6 +460,7 @@ odd_tensors = st.dictionaries(st.sampled_from(TENSORS), st.sampled_from(SHAPES),
 
 @fuzz()
 @given(odd_facts, odd_tensors)
+@example({"round": float("inf")}, {})
 def test_checkpoints_that_vouch_for_nonsense(facts: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> None:
     """Whoever writes such a file can write the checksums too."""
     with TemporaryDirectory() as name:
@@ -553,6 +554,7 @@ settings_of_runs = st.fixed_dictionaries(
 @pytest.mark.slow
 @fuzz(CASES // 10)
 @given(settings_of_runs)
+@example({"algo": "fedmf", "clients-per-round": 1, "corrupt": 0.5, "max-upload-norm": "none"})
 def test_runs_write_where_they_are_told(flags: dict[str, Any]) -> None:
     words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
     size = [
