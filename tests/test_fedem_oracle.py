@@ -83,13 +83,16 @@ def mixture(wanted: np.ndarray) -> np.ndarray:
     return np.maximum(wanted - (low + high) / 2, 0)
 
 
-def mixtures(tables: list[Tensor], samples: np.ndarray, alpha: float) -> list[Tensor]:
+def mixtures(tables: list[Tensor], samples: np.ndarray, recipe: FedEM) -> list[Tensor]:
     vectors = np.stack([signature(table) for table in tables])
     close = 1 / (1 + cdist(vectors, vectors))
     close[close > 0.9] = 1
     share = samples / samples.sum()
     stacked = torch.stack(tables)
-    return [torch.einsum("s,smd->md", torch.from_numpy(mixture(share + alpha * row)), stacked) for row in close]
+    if recipe.exclude_self:
+        np.fill_diagonal(close, 0)
+    scale = 1 + recipe.alpha if recipe.objective == "paper" else 1
+    return [torch.einsum("s,smd->md", torch.from_numpy(mixture((share + recipe.alpha * row) / scale)), stacked) for row in close]
 
 
 def of_client(samples: Samples, c: int) -> tuple[Tensor, Tensor]:
@@ -120,7 +123,7 @@ def oracle(recipe: FedEM, parts: Split, start: dict[str, Tensor]) -> tuple[list[
         uploaded = [clients[u].items.weight.detach() for u in cohort[picked]]
         for u in cohort.tolist():
             tables.pop(u, None)  # it has come for its table; the others' tables wait
-        tables |= dict(zip(cohort[picked].tolist(), mixtures(uploaded, samples.counts[picked], recipe.alpha), strict=True))
+        tables |= dict(zip(cohort[picked].tolist(), mixtures(uploaded, samples.counts[picked], recipe), strict=True))
     return clients, tables
 
 
@@ -134,10 +137,11 @@ def close(found: Tensor, expected: Tensor) -> None:
     [
         (FedEM(**SMALL), "clean"),
         (FedEM(**SMALL, stop_below=0.1, alpha=0.1, same_start=False), "clean"),
+        (FedEM(**SMALL, exclude_self=False, objective="code"), "clean"),
         (FedEM(**SMALL, **FedEM.published), "published"),
         (FedEM(**SMALL, **{**FedEM.published, "agg_ratio": 0.5}), "published"),
     ],
-    ids=["clean", "clean, stops early", "published", "published, half aggregated"],
+    ids=["clean", "clean, stops early", "clean, weights of the code", "published", "published, half aggregated"],
 )
 def test_equals_the_engine(recipe: FedEM, protocol: str, kernel: str) -> None:
     parts = small_split(protocol=protocol)
@@ -189,10 +193,11 @@ def test_no_client_weighs_more_than_the_cap(monkeypatch: pytest.MonkeyPatch) -> 
         return seen[-1]
 
     monkeypatch.setattr(fedem_file, "solve_weights", recording)
-    after(FedEM(**SMALL))
+    alone = {**SMALL, "exclude_self": False, "objective": "code"}
+    after(FedEM(**alone))
     assert max(float(weights.max()) for weights in seen) > 0.5, "without a cap a client is almost alone, so the cap has work to do"
     seen.clear()
-    after(FedEM(**SMALL, max_weight=0.2))
+    after(FedEM(**alone, max_weight=0.2))
     assert len(seen) == 3
     for weights in seen:
         assert weights.min() >= 0 and weights.max() <= 0.2
