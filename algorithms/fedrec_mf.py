@@ -24,7 +24,7 @@ from fedbench.algorithm import Answer, Batch, Extra, Phase, Tensors, World, bce
 from fedbench.draw import Draw
 from fedbench.engine import Uploads
 from fedbench.errors import UsageError
-from fedbench.fused import BiasedMSE
+from fedbench.fused import BiasedBCE, BiasedMSE
 from fedbench.registry import register
 from fedbench.server import SharedModel
 
@@ -120,8 +120,10 @@ class FedRecMF(SharedModel):
         scale = sent["rate"] if self.form == "batch" else sent["rate"] * size
         return loss.detach() + scale * (loss - loss.detach())
 
-    def fused(self, sent: bool) -> BiasedMSE | None:
-        return BiasedMSE(self.rate, penalty=self.penalty, summed=self.form == "stochastic") if self.predicts_ratings else None
+    def fused(self, sent: bool) -> BiasedMSE | BiasedBCE:
+        if not self.predicts_ratings:
+            return BiasedBCE(self.rate)
+        return BiasedMSE(self.rate, penalty=self.penalty, summed=self.form == "stochastic")
 
     def upload(self, held: Tensors, sent: Tensors, samples: Tensor) -> Tensors:
         change = {name: held[name] - sent[name] for name in ("items", "mean")}

@@ -99,7 +99,14 @@ class BiasedMSE(DotBCE):
     rate: str = "rate"
 
 
-IN_BLOCKS = (NeuMFBCE, BiasedMSE)
+@dataclass(frozen=True)
+class BiasedBCE(DotBCE):
+    """The same rating as a logit, with a mean that is not trained; one Adam step a batch on user and items."""
+
+    mean: str = "mean"
+
+
+IN_BLOCKS = (NeuMFBCE, BiasedMSE, BiasedBCE)
 """plans whose kernels work on blocks of clients; the others' train them where their state lies"""
 
 
@@ -1063,6 +1070,66 @@ def train_biased(
         steps[c] = step
 
 
+@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
+def train_biased_bce(
+    stream: np.ndarray,
+    local: np.ndarray,
+    label: np.ndarray,
+    count: np.ndarray,
+    touched: np.ndarray,
+    user: np.ndarray,
+    rows: np.ndarray,
+    mean: np.ndarray,
+    epochs: int,
+    batch: int,
+    lr: float,
+    tolerance: float,
+    tiny: float,
+    loss: np.ndarray,
+    steps: np.ndarray,
+) -> None:
+    """The same for BiasedBCE: samples may share a row, and every step moves all rows, as Adam's moments do."""
+    d = user.shape[1] - 1
+    for c in prange(count.size):
+        n, used = count[c], touched[c] * (d + 1)
+        if n == 0:
+            continue
+        p, q, flat = user[c], rows[c], rows[c].reshape(-1)[:used]
+        gp, gq = np.empty_like(p), np.empty(used, user.dtype)
+        table = gq.reshape(-1, d + 1)
+        moments, own = np.zeros((2, used), user.dtype), np.zeros((2, d + 1), user.dtype)
+        logit, error = np.empty(min(batch, n), user.dtype), np.empty(min(batch, n), user.dtype)
+        pos, neg, order = np.empty_like(logit), np.empty_like(logit), np.empty(n, np.int64)
+        step, total, seen, running = 0, 0.0, 0, 0.0
+        for epoch in range(epochs):
+            shuffle(order, stream[c], epoch, batch)
+            for start in range(0, n, batch):
+                size = min(batch, n - start)
+                for s in range(size):
+                    one = order[start + s]
+                    logit[s], pos[s], neg[s] = _rating(p, q[local[c, one]], mean[c]), label[c, one], 1 - label[c, one]
+                total += _slopes(logit, pos, neg, size, user.dtype.type(1 / size), error)
+                gp[:], gq[:] = 0, 0
+                for s in range(size):
+                    at = local[c, order[start + s]]
+                    item, change, slope = q[at], table[at], error[s]
+                    for j in range(d):
+                        gp[j] += slope * item[j]
+                        change[j] += slope * p[j]
+                    gp[d] += slope
+                    change[d] += slope
+                step += 1
+                rates = _rates(step, lr)
+                _adam(p, gp, own[0], own[1], rates, tiny)
+                _adam(flat, gq, moments[0], moments[1], rates, tiny)
+                seen += size
+            running, settled = _settled(total, seen, running, tolerance, epoch)
+            if settled:
+                break
+        loss[c] = running
+        steps[c] = step
+
+
 @njit(nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
 def train_pool(
     user: np.ndarray,
@@ -1229,10 +1296,15 @@ def train(
         given = held[plan.mean], held[plan.before], sent[plan.items], sent[plan.mean], sent[plan.rate]
         biased(*samples, user, rows, *given, epochs, batch, plan.lr, plan.penalty, plan.summed, tolerance, loss, steps)
         return loss, steps
+    tiny = user.dtype.type(TINY[user.itemsize])
+    if isinstance(plan, BiasedBCE):
+        ranking: Any = train_biased_bce
+        ranking(*samples, user, rows, held[plan.mean], epochs, batch, plan.lr, tolerance, tiny, loss, steps)
+        return loss, steps
     kernel: Any = train_neumf
     sizes = np.array((plan.layers[0] // 2, *plan.layers[1:]))
     kernel(*samples, user, rows, held[plan.mlp], held[plan.head], sizes, epochs, batch, plan.lr, plan.weight_decay, plan.clip,
-           tolerance, user.dtype.type(TINY[user.itemsize]), loss, steps)  # fmt: skip
+           tolerance, tiny, loss, steps)  # fmt: skip
     if plan.kept in held:
         held[plan.kept] *= (1 - plan.lr * plan.weight_decay) ** steps
     return loss, steps
