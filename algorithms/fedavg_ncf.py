@@ -54,6 +54,7 @@ class FedAvgNCF(SharedModel):
     share_users: bool = False
     """the server keeps the user embeddings too and averages them like all other weights"""
 
+    usual_cohort = 500
     published = {
         **{"share_users": True, "average": "cohort", "server_lr": 1.0},
         **{"clients_per_round": 50, "local_epochs": 3, "lr": 0.001, "weight_decay": 0.01, "clip": 0.5},
@@ -62,14 +63,9 @@ class FedAvgNCF(SharedModel):
     def check(self, world: World | None = None) -> None:
         super().check(world)
         self.must_be_positive("lr", "init_scale")
-        for name in ("weight_decay", "clip"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(self, name):g}")
+        self.must_not_be_negative("weight_decay", "clip")
         if len(self.layers) < 2 or min(self.layers) < 1 or self.layers[0] % 2:
             raise UsageError(f"--layers {','.join(map(str, self.layers))}: give two sizes or more, the first of them even")
-
-    def cohort(self, clients: int) -> int:
-        return self.clients_per_round or min(500, clients)
 
     @property
     def width(self) -> int:

@@ -90,7 +90,7 @@ class FedEM(Algorithm):
         self.must_be_positive("lr", "lr_adapter", "init_items", "init_user")
         if not 0 <= self.rho <= 1:
             raise UsageError(f"--rho must be from 0 to 1, not {self.rho:g}")
-        if world and self.max_weight * self.aggregated(self.clients_per_round or world.clients) < 1 - 1e-9:
+        if world and self.max_weight * self.aggregated(self.cohort(world.clients)) < 1 - 1e-9:
             raise UsageError(
                 f"--max-weight {self.max_weight:g}: the weights of so few aggregated clients cannot sum to 1; raise it or --agg-ratio"
             )

@@ -70,9 +70,7 @@ class FedRecMF(SharedModel):
         self.must_be_positive("init_scale", "decay", *(["lr"] if self.lr is not None else []))
         if self.decay > 1:
             raise UsageError(f"--decay must be at most 1, not {self.decay:g}")
-        for name in ("rho", "penalty", "hybrid_from"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(self, name):g}")
+        self.must_not_be_negative("rho", "penalty", "hybrid_from")
         if self.feedback == "implicit" and self.rho:
             raise UsageError("--rho hides which items were rated; with --feedback implicit use --negatives")
 

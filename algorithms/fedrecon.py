@@ -76,6 +76,7 @@ class FedRecon(SharedModel):
     init_scale: float = 0.1
     """norm of an initial item row"""
 
+    usual_cohort = 500
     reconstructs = True
     rating_split = "users"
     summed = ("statistic",)
@@ -92,9 +93,7 @@ class FedRecon(SharedModel):
 
     def check(self, world: World | None = None) -> None:
         self.must_be_positive("lr", "lr_user", "init_scale", "recon_epochs", "recon_steps")
-        for name in ("server_lr", "a0", "l2"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(self, name):g}")
+        self.must_not_be_negative("server_lr", "a0", "l2")
         if self.newton and (self.reconstruct == "sgd" or self.halves or self.max_samples or self.negatives):
             raise UsageError(
                 "--server newton goes with --reconstruct ridge, without --halves, --max-samples and --negatives; or use --server sgd"
@@ -113,21 +112,13 @@ class FedRecon(SharedModel):
         return self.server == "newton"
 
     @property
-    def everywhere(self) -> float:
-        """Weight of every item of the table in a client's sum."""
-        return 0.0 if self.predicts_ratings else self.a0
-
-    @property
-    def shrink(self) -> float:
-        """l2, chosen if not given."""
-        return self.l2 or (0.05 if self.predicts_ratings else 0.006)
+    def ridge(self) -> Ridge:
+        """A client's sum of squares."""
+        return Ridge(0.0, self.l2 or 0.05, False) if self.predicts_ratings else Ridge(self.a0, self.l2 or 0.006, True)
 
     @property
     def evaluation_negatives(self) -> int:
         return super().evaluation_negatives if self.reconstruct == "sgd" else 0
-
-    def cohort(self, clients: int) -> int:
-        return self.clients_per_round or min(500, clients)
 
     # ---- client ------------------------------------------------------------------------------------------------------
     def receive(self, own: Tensors, sent: Tensors) -> Tensors:
@@ -137,25 +128,14 @@ class FedRecon(SharedModel):
         support, query = ("support", "query") if self.halves else ("all", "all")
         most = self.max_samples and -(-self.max_samples // (2 if self.halves else 1))
         if self.reconstruct == "ridge":
-            ridge = Ridge(self.everywhere, self.shrink, not self.predicts_ratings)
-            rebuild, train = Stage(fused=ridge), Stage((Phase(("items",), 1.0, "sgd"),))
+            rebuild, train = Stage(fused=self.ridge), Stage((Phase(("items",), 1.0, "sgd"),))
         else:
             rebuild = Stage((Phase(("user",), self.lr_user, "sgd"),), self.recon_epochs, self.batch_size, self.recon_steps)
             train = Stage((Phase(("items",), self.lr, "sgd"),), self.local_epochs, self.batch_size)
         return rebuild._replace(part=support, max_samples=most), train._replace(part=query, max_samples=most)
 
-    def met(self, batch: Batch) -> Tensor:
-        """[B] 1 for a sample that is not a negative nor padding."""
-        return batch.weight if self.predicts_ratings else batch.weight * batch.label
-
     def solve(self, held: Tensors, sent: Tensors, batch: Batch) -> Tensors:
-        """w = (Σ v vᵀ + a0·VᵀV + l2·(|I_u| + a0·M)·1)⁻¹ Σ r·v over the items met; sampled negatives play no part."""
-        rows, met = held["items"][batch.items], self.met(batch)
-        one = torch.eye(self.dim, dtype=rows.dtype, device=rows.device)
-        shrink = self.shrink * (met.sum() + self.everywhere * sent["size"])
-        normal = (met[:, None] * rows).T @ rows + self.everywhere * sent["gram"] + shrink * one
-        factor = torch.linalg.cholesky_ex(normal).L
-        return {"user": torch.cholesky_solve(((met * batch.label) @ rows)[:, None], factor)[:, 0]}
+        return {"user": self.ridge.solution(held["items"][batch.items], batch, sent["gram"], sent["size"])}
 
     def loss(self, held: Tensors, sent: Tensors, batch: Batch) -> Tensor:
         rows = held["items"][batch.items]
@@ -164,11 +144,7 @@ class FedRecon(SharedModel):
             return (batch.weight * (score - batch.label) ** 2).sum() / batch.weight.sum().clamp(min=1)
         if self.newton:
             return (batch.weight * (score - batch.label) ** 2).sum() / 2
-        # (r - s)² + a0·s² of an item met is (1 + a0)·(s - r/(1 + a0))² and a constant
-        a0, met = self.everywhere, self.met(batch)
-        unmet = a0 * (sent["size"] - met.sum()) / (batch.weight - met).sum().clamp(min=1)
-        weight = (1 + a0) * met + unmet * (batch.weight - met)
-        return (weight * ((score - batch.label / (1 + a0)) ** 2 + self.shrink * (rows**2).sum(dim=1))).sum() / 2
+        return self.ridge.loss(rows, score, batch, sent["size"])
 
     def upload(self, held: Tensors, sent: Tensors, samples: Tensor) -> Tensors:
         change = {"items": held["items"] - sent["items"]}
@@ -199,9 +175,7 @@ class FedRecon(SharedModel):
         stepping = replace(self, server_lr=self.server_lr or chosen)
         if self.newton:
             rate = stepping.server_rate(draw.when)
-            return newton_step(server, rows, uploads.total("statistic"), self.everywhere, self.shrink, rate)
-        if self.reconstruct == "sgd":
-            samples = uploads.dense("samples")
-            share = samples * len(samples) / samples.sum().clamp(min=1)
-            rows = rows._replace(value=rows.value * share[rows.client][:, None])
-        return stepping.step(server, {"items": rows}, draw.when)
+            return newton_step(server, rows, uploads.total("statistic"), self.ridge.everywhere, self.ridge.l2, rate)
+        samples = uploads.dense("samples") if self.reconstruct == "sgd" else None
+        weight = None if samples is None else samples * len(samples) / samples.sum().clamp(min=1)
+        return stepping.step(server, {"items": rows}, draw.when, weight=weight)

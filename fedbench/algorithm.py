@@ -133,6 +133,8 @@ class Algorithm:
     """uploads (no tables) that the server may see only as a sum over the cohort, by secure aggregation; see fedbench/secure.py"""
     mailed: ClassVar[tuple[str, ...]] = ()
     """the server's tensors that hold something for each of many clients: row `server["slot"][u]` is client u's, see aggregate.delivered"""
+    usual_cohort: ClassVar[int | None] = None
+    """clients a round if --clients-per-round is not given: so many, or all if they are fewer; all if None"""
     reconstructs: ClassVar[bool] = False
     """clients keep nothing: evaluation rebuilds what `receive` adds to what was sent, by the first stage on all training samples"""
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"sampling": ("uniform", "queue")}
@@ -163,6 +165,12 @@ class Algorithm:
             if getattr(self, name) <= 0:
                 raise UsageError(f"--{name.replace('_', '-')} must be over 0, not {getattr(self, name):g}")
 
+    def must_not_be_negative(self, *names: str) -> None:
+        """Raise UsageError if one of these fields is below 0."""
+        for name in names:
+            if getattr(self, name) < 0:
+                raise UsageError(f"--{name.replace('_', '-')} must be 0 or more, not {getattr(self, name):g}")
+
     @property
     def evaluation_negatives(self) -> int:
         """Negatives a training item among the samples from which evaluation rebuilds a private part."""
@@ -170,7 +178,7 @@ class Algorithm:
 
     def cohort(self, clients: int) -> int:
         """How many of so many clients take part in a round."""
-        return self.clients_per_round or clients
+        return self.clients_per_round or min(self.usual_cohort or clients, clients)
 
     # ---- the server -------------------------------------------------------------------------------------------------
     def init_server(self, world: World, draw: Draw) -> Tensors:

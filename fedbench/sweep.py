@@ -249,7 +249,7 @@ def kind(point: Point) -> tuple[str, str]:
 def work(point: Point) -> tuple[float, float, float]:
     """What a point's time grows with."""
     algorithm = point.config.algorithm
-    n = algorithm.clients_per_round or 1
+    n = algorithm.clients_per_round or algorithm.usual_cohort or 1
     rounds = {"rounds": point.config.limit, "visits": point.config.limit / n, "bytes": 1.0}[point.config.budget]
     return 1.0, rounds, rounds * n * algorithm.local_epochs
 
