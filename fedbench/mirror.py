@@ -3,22 +3,28 @@
 Importing MLflow and making its database take seconds of a core, and a run must not wait for them. So this process reads what the run
 writes anyway (metrics.jsonl) and is told the rest in lines of JSON on standard input: first what to make, last how the run ended.
 It answers in lines of JSON. If its input ends without a last word, the run was killed, and the copy says so.
+
+For many runs `python -m fedbench.mirror SOCKET` imports MLflow once: each run that connects there has a copy forked for it, which goes
+on whatever happens to others. It ends with its standard input.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
 import queue
 import re
+import select
+import signal
 import socket
 import sys
 import threading
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 from urllib.parse import urlsplit
 
 from fedbench.errors import FedbenchError, UsageError
@@ -118,11 +124,37 @@ class Copy:
 
 
 def main() -> None:
-    """Follow one run from its first word to its last."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints is no answer
     if hasattr(os, "nice"):
         os.nice(10)
+    if len(sys.argv) > 1 and not serve(sys.argv[1]):
+        return
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints is no answer
+    follow(answers)
+
+
+def serve(address: str) -> bool:
+    """Wait for runs. True in a new process for each of them, whose standard input and output it is; False when all is over."""
+    import_client()
+    importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a copy ended
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(address)
+        door.listen(64)
+        while door in select.select([door, sys.stdin], [], [])[0]:
+            run, _ = door.accept()
+            with run:
+                if os.fork() == 0:
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    os.setsid()
+                    os.dup2(run.fileno(), 0)
+                    os.dup2(run.fileno(), 1)
+                    return True
+    return False
+
+
+def follow(answers: TextIO) -> None:
+    """Follow one run from its first word to its last."""
     order = json.loads(sys.stdin.readline())
 
     def say(**answer: str) -> None:

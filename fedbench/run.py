@@ -37,7 +37,7 @@ from fedbench.protocol import Protocol
 from fedbench.results import Best, final_table, human, mean_table, over_runs, peak_rss_mb, per_client, refit_summary, summarise
 from fedbench.split import Split, split
 from fedbench.store import Disk, Picked
-from fedbench.tracking import NoLog, RunLog, plain, read_json, setup_logging, write_json
+from fedbench.tracking import NoLog, RunLog, mlflow_at_hand, plain, read_json, setup_logging, write_json
 
 log = logging.getLogger("fedbench")
 
@@ -65,9 +65,10 @@ def in_processes(configs: Sequence[RunConfig], work: Path, at_once: int) -> list
     """The summaries of runs in processes of their own, each into its config's folder."""
     folders = {str(number): config.out for number, config in enumerate(configs) if config.out}
     threads = pool.threads_each(configs[0].threads, at_once)
-    jobs = [pool.job(key, configs[int(key)].to_dict(), out, work, threads) for key, out in folders.items()]
     failed = []
-    with tqdm(total=len(jobs), desc=configs[0].algo, unit="run", disable=configs[0].quiet, dynamic_ncols=True) as bar:
+    bar = tqdm(total=len(folders), desc=configs[0].algo, unit="run", disable=configs[0].quiet, dynamic_ncols=True)
+    with bar, mlflow_at_hand(configs[0].mlflow) as here:
+        jobs = [pool.job(key, configs[int(key)].to_dict(), out, work, threads, **here) for key, out in folders.items()]
         for event in pool.run(jobs, at_once):
             if event.code is not None:
                 bar.update()

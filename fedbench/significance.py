@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
 
 from fedbench.draw import Draw
 
@@ -66,6 +65,8 @@ def wilcoxon(a: np.ndarray, b: np.ndarray) -> float:
     """Two-sided p of the signed-rank test on paired values [U]; clients without a difference do not count. 1 if there are none with one."""
     # means over seeds that are equal on paper differ in the last bit, and would be ranked
     difference = np.round(np.asarray(a, np.float64) - np.asarray(b, np.float64), 12)
+    from scipy import stats
+
     return float(stats.wilcoxon(difference).pvalue) if difference.any() else 1.0
 
 
@@ -92,6 +93,8 @@ class CriticalDifference(NamedTuple):
 def critical_difference(scores: np.ndarray) -> CriticalDifference:
     """[datasets, methods] with higher better; at least 2 × 3. Equal scores share their ranks."""
     datasets, methods = scores.shape
+    from scipy import stats
+
     ranks = stats.rankdata(-scores, axis=1).mean(axis=0)
     alike = np.ptp(scores, axis=1).max() == 0
     p = 1.0 if alike else float(stats.friedmanchisquare(*scores.T).pvalue)

@@ -29,7 +29,7 @@ from fedbench.errors import UsageError
 from fedbench.lock import claimed
 from fedbench.parent import Parent
 from fedbench.study import Point, Study
-from fedbench.tracking import plain, read_json, setup_logging, write_json
+from fedbench.tracking import mlflow_at_hand, plain, read_json, setup_logging, write_json
 
 log = logging.getLogger("fedbench")
 
@@ -278,7 +278,11 @@ def run_missing(progress: Progress, options: argparse.Namespace, parent: Parent 
         bar_format="{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} points [{elapsed}{postfix}]",
     )
     began: dict[str, float] = {}
-    with bar, closing(events(progress, missing, options, parent)) as happened:
+    with (
+        mlflow_at_hand(parent is not None) as environment,
+        bar,
+        closing(events(progress, missing, options, parent, environment)) as happened,
+    ):
         for event in happened:
             if event.code is None:
                 began[event.key] = time.monotonic()
@@ -293,9 +297,9 @@ def run_missing(progress: Progress, options: argparse.Namespace, parent: Parent 
 
 
 def events(
-    progress: Progress, keys: Sequence[str], options: argparse.Namespace, parent: Parent | None
+    progress: Progress, keys: Sequence[str], options: argparse.Namespace, parent: Parent | None, here: dict[str, str]
 ) -> Generator[pool.Event, None, None]:
-    """Start the points and tell how each ends, here or on a cluster."""
+    """Start the points and tell how each ends, here, where `here` is added to their environment, or on a cluster."""
     points, folder = progress.what.points, progress.folder
     environment = {"FEDBENCH_PARENT_RUN": parent.run_id} if parent and parent.run_id else {}
     names = {key: {"MLFLOW_RUN_NAME": points[key].label} for key in keys}
@@ -306,7 +310,7 @@ def events(
         return ray_pool.run(tasks, folder, options.cpus_per_point, options.gpus_per_point)
     threads = pool.threads_each(points[keys[0]].config.threads, options.jobs)
     work = folder / "work"
-    jobs = [pool.job(key, points[key].config.to_dict(), folder / key, work, threads, **environment, **names[key]) for key in keys]
+    jobs = [pool.job(key, points[key].config.to_dict(), folder / key, work, threads, **environment, **here, **names[key]) for key in keys]
     return pool.run(jobs, options.jobs)
 
 

@@ -8,14 +8,16 @@ import logging
 import math
 import os
 import platform
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 import coloredlogs
 
@@ -29,6 +31,8 @@ logger = logging.getLogger("fedbench")
 
 PACKAGES = ("torch", "numpy", "numba", "mlflow", "cvxpy")
 CHILD_OF = "mlflow.parentRunId"
+AT_HAND = "FEDBENCH_MIRROR"
+"""where a process waits that has imported MLflow, see `mlflow_at_hand`"""
 """the tag by which MLflow knows the parent of a run; the parent comes from the environment: FEDBENCH_PARENT_RUN"""
 FILES = ("summary.json", "config.json", "metrics.jsonl", "per_client.parquet", "figures")
 """what of a run's folder MLflow keeps as artifacts"""
@@ -250,40 +254,40 @@ class Mirror:
         self.link: str | None = None
         self._out = order["out"]
         self._note = note
-        root = str(Path(__file__).parent.parent)
-        paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        # a session of its own: Ctrl-C at the terminal is for the run, which has a last word to say
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "fedbench.mirror"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "PYTHONPATH": paths},
-            start_new_session=True,
-        )
+        self._process: subprocess.Popen[str] | None = None
+        self._words, self._answers = self._connect() or self._start()
         self._tell(order)
         self._listener = threading.Thread(target=self._listen, name="mlflow", daemon=True)
         self._listener.start()
 
+    def _connect(self) -> tuple[IO[str], IO[str]] | None:
+        """To a process that `mlflow_at_hand` has started, if there is one."""
+        with suppress(KeyError, OSError), socket.socket(socket.AF_UNIX) as line:
+            line.connect(os.environ[AT_HAND])
+            return line.makefile("w", encoding="utf-8"), line.makefile("r", encoding="utf-8")
+        return None
+
+    def _start(self) -> tuple[IO[str], IO[str]]:
+        self._process = start_mirror(stdout=subprocess.PIPE)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        return self._process.stdin, self._process.stdout
+
     def end(self, status: str, final: dict[str, float], files: list[Path]) -> None:
         """Say how the run ended and wait until the copy is whole."""
         self._tell({"status": status, "final": final, "files": [str(file) for file in files]})
-        if self._process.stdin is not None:
-            with suppress(BrokenPipeError):
-                self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._words.close()
         self._listener.join()
-        self._process.wait()
+        if self._process:
+            self._process.wait()
 
     def _tell(self, word: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has given up and said why
-            self._process.stdin.write(json.dumps(word) + "\n")
-            self._process.stdin.flush()
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has given up and said why
+            self._words.write(json.dumps(word) + "\n")
+            self._words.flush()
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as answers:
+        with self._answers as answers, suppress(ConnectionResetError):
             for line in answers:
                 answer = json.loads(line)
                 if "failure" in answer:
@@ -292,6 +296,38 @@ class Mirror:
                 else:
                     self.run_id, self.link = answer["run_id"], answer["link"]
                     self._note(answer["run_id"])
+
+
+def start_mirror(*arguments: str, stdout: int) -> subprocess.Popen[str]:
+    root = str(Path(__file__).parent.parent)
+    paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    # a session of its own: Ctrl-C at the terminal is for the run, which has a last word to say
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "fedbench.mirror", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+        start_new_session=True,
+    )
+
+
+@contextmanager
+def mlflow_at_hand(wanted: bool) -> Iterator[dict[str, str]]:
+    """A process that has imported MLflow already, for runs started meanwhile: what their environment must say to find it."""
+    if not wanted:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory() as folder:  # ours alone, so that nobody else can connect
+        address = str(Path(folder) / "mlflow")
+        process = start_mirror(address, stdout=subprocess.DEVNULL)
+        try:
+            yield {AT_HAND: address}
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait()
 
 
 def mlflow_run_of(out: Path) -> str | None:

@@ -344,10 +344,10 @@ def test_a_server_takes_a_run_and_may_die_in_the_next(
     assert (tmp_path / "cut" / "summary.json").exists() and cut.link is None
 
 
-def run_child(code: str, *arguments: str, cwd: Path, database: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "MLFLOW_TRACKING_URI": database, "PYTHONPATH": str(REPO)}
+def run_child(code: str, *arguments: str, cwd: Path, database: str, **environment: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "MLFLOW_TRACKING_URI": database, "PYTHONPATH": str(REPO), **environment}
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=cwd, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 CHILD = """
@@ -358,7 +358,8 @@ log = RunLog.open(Path(sys.argv[1]), {"algo": "toy"}, {}, True, "child", sys.arg
 log.round({"round": 1, "loss": 1.0})
 while log.run_id is None:
     time.sleep(0.01)
-print(log.run_id, log._mirror._process.pid, flush=True)
+process = log._mirror._process
+print(log.run_id, process.pid if process else "at hand", flush=True)
 """
 
 
@@ -383,6 +384,36 @@ def test_a_killed_run_is_marked(tmp_path: Path, client: Any, database: str, both
         assert eventually(lambda: client.get_run(killed).info.status == "KILLED")
         assert [point.step for point in client.get_metric_history(killed, "loss")] == [1]
     assert mirror.mark_stale(client, client.get_experiment_by_name("kill").experiment_id) == 0
+
+
+def test_copies_are_forked_from_one_process_and_outlive_it(
+    tmp_path: Path, client: Any, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
+    with tracking.mlflow_at_hand(True) as here:
+        address = Path(here[tracking.AT_HAND])
+        assert eventually(address.exists)
+        names = ("first", "second")
+        runs = [run_child(CHILD + "input()\n", str(tmp_path / name), "hand", cwd=tmp_path, database=database, **here) for name in names]
+        ids = []
+        for run in runs:
+            assert run.stdout is not None
+            run_id, how = run.stdout.readline().split(maxsplit=1)
+            assert how.strip() == "at hand"
+            ids.append(run_id)
+    assert not address.exists()
+    runs[0].kill()
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv(tracking.AT_HAND, str(address))  # nobody waits there any more
+        log = start(tmp_path / "other", mlflow=True, experiment="hand")
+        log.finish(SUMMARY, CLIENTS)
+    assert log.run_id is not None and client.get_run(log.run_id).info.status == "FINISHED"
+    assert eventually(lambda: client.get_run(ids[0]).info.status == "KILLED")
+    assert client.get_run(ids[1]).info.status == "RUNNING"
+    runs[1].kill()
+    for run in runs:
+        run.communicate()
+    assert eventually(lambda: client.get_run(ids[1]).info.status == "KILLED")
 
 
 def test_a_pid_used_again_by_another_process_is_no_sign_of_life() -> None:
