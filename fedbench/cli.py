@@ -33,8 +33,7 @@ def train(argv: list[str]) -> int:
     if request.list:
         print(listing())
     elif request.print_config:
-        shown = [run.to_dict() for run in request.configs]
-        print(json.dumps(shown[0] if len(shown) == 1 else shown, indent=2))
+        print(json.dumps(request.shown(), indent=2))
     else:
         from fedbench.run import run, run_several
 

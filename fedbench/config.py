@@ -156,6 +156,17 @@ class Request(NamedTuple):
     jobs: int = 1
     """how many of them at once"""
 
+    def shown(self) -> dict[str, Any]:
+        """All of them as one file that --config reads back."""
+        told = self.configs[0].to_dict()
+        if len(self.configs) == 1:
+            return told
+        seeds = list(dict.fromkeys(run.seed for run in self.configs))
+        if len({run.protocol.fold for run in self.configs}) > 1:
+            told["fold"] = None
+        told["out"] = None if self.out is None else str(self.out)
+        return {"seeds" if key == "seed" else key: seeds if key == "seed" else value for key, value in told.items()}
+
 
 @dataclass(frozen=True)
 class Flag:

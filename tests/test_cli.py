@@ -157,6 +157,15 @@ def test_the_printed_config_is_json_alone_and_reads_back(args: list[str], tmp_pa
     assert back.hash8() == resolve(words).hash8()
 
 
+@pytest.mark.parametrize("words", ["--algo fedmf --seeds 2,0", "--algo fedrec_mf --seeds 0-1", "--algo fedrec_mf --seed 3"])
+def test_several_seeds_and_folds_are_printed_as_one_config(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = [*words.split(), "--dataset", "synthetic", "--out", str(tmp_path / "runs")]
+    assert cli.main([*line, "--print-config"]) == 0
+    again = config.parse(["--config", written(tmp_path, capsys.readouterr().out)])
+    assert [run.to_dict() for run in again.configs] == [run.to_dict() for run in config.parse(line).configs]
+    assert len(again.configs) > 1 and again.out == tmp_path / "runs"
+
+
 def test_another_preset_on_the_command_line_replaces_the_files_preset_whole(args: list[str], tmp_path: Path) -> None:
     whole = written(tmp_path, json.dumps(resolve([*args, "--batch-size", "9"]).to_dict()))
     run = resolve(["--config", whole, "--protocol", "published"])
@@ -419,7 +428,7 @@ def test_train_py_as_a_process(args: list[str]) -> None:
     bad = started("train.py", *args, "--wieght", "1")
     assert (bad.returncode, bad.stdout, bad.stderr) == (2, "", "fedbench: error: unknown flag --wieght; did you mean --weight?\n")
     good = started("train.py", *args, "--print-config", "--seeds", "0-1")
-    assert good.returncode == 0 and good.stderr == "" and [run["seed"] for run in json.loads(good.stdout)] == [0, 1]
+    assert good.returncode == 0 and good.stderr == "" and json.loads(good.stdout)["seeds"] == [0, 1]
 
 
 @pytest.mark.parametrize("words", ["train.py --help", "-m fedbench list"])
