@@ -29,7 +29,7 @@ from fedbench.evaluate import Evaluator, trained_items
 from fedbench.federation import world_of
 from fedbench.protocol import Protocol
 from fedbench.run import beginning, prepare
-from fedbench.split import Split, sample_round
+from fedbench.split import NO_ITEMS, Split, sample_round
 from fedbench.store import ClientStore, SomeClients
 from fedbench.tracking import read_json, write_json
 
@@ -207,7 +207,7 @@ def scoring_split(
     rating_max: float,
 ) -> Split:
     """Clients with their items, CSR, and nothing held out."""
-    item, nothing = item.astype(np.int32), np.empty(0, np.int32)
+    item = item.astype(np.int32)
     return Split(
         protocol=protocol,
         fingerprint="",
@@ -218,11 +218,7 @@ def scoring_split(
         train_rating=rating.astype(np.float32),
         seen_ptr=ptr,
         seen_item=item,
-        val_item=nothing,
-        val_rating=nothing,
-        test_item=nothing,
-        val_candidates=nothing[:, None],
-        test_candidates=nothing[:, None],
+        **NO_ITEMS,
         user_ids=user_ids,
         item_ids=item_ids,
         rating_min=rating_min,

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit, prange
@@ -25,6 +25,9 @@ TRAIN, VAL, TEST = 0, 1, 2
 """roles of clients in the users split"""
 HELD_SHARE = 0.1
 """share of the clients that validate, and that test, in the users split"""
+NO_ITEMS: dict[str, Any] = dict.fromkeys(("val_item", "val_rating", "test_item"), np.empty(0, np.int32))
+NO_ITEMS |= dict.fromkeys(("val_candidates", "test_candidates"), np.empty((0, 1), np.int32))
+"""fields of a Split that holds out no items to rank"""
 
 
 class Held(NamedTuple):
@@ -288,7 +291,7 @@ def _rating_split(data: Interactions, protocol: Protocol) -> Split:
     def csr(rows: np.ndarray) -> Held:
         return Held(_from_counts(np.bincount(user[rows], minlength=clients)), item[rows], rating[rows])
 
-    train, nothing = csr(~np.any(list(out.values()), axis=0)), np.empty(0, np.int32)
+    train = csr(~np.any(list(out.values()), axis=0))
     return Split(
         protocol=protocol,
         fingerprint=protocol.fingerprint(checksum),
@@ -299,11 +302,7 @@ def _rating_split(data: Interactions, protocol: Protocol) -> Split:
         train_rating=train.rating,
         seen_ptr=_from_counts(np.bincount(user, minlength=clients)),
         seen_item=item,
-        val_item=nothing,
-        val_rating=nothing,
-        test_item=nothing,
-        val_candidates=nothing[:, None],
-        test_candidates=nothing[:, None],
+        **NO_ITEMS,
         user_ids=data.user_ids[user_codes],
         item_ids=data.item_ids[item_codes],
         held={name: csr(rows) for name, rows in out.items()},
