@@ -48,7 +48,7 @@ DATASETS = ("filmtrust", "ml-100k", "ml-1m", "pinterest")
 """what --all measures unless --datasets says otherwise"""
 PARTS = ("sample", "train", "aggregate", "evaluate", "full ranking")
 WHOLE = PARTS[:4]
-"""of these a round always consists; the full ranking is made when a round is the best so far"""
+"""of these a round always consists; the full ranking is made for the reported round, or, of a large model, for each best one so far"""
 HELP = """usage: python -m fedbench bench --algo A --dataset D [any flag of train.py]
        python -m fedbench bench --all [--datasets A,B] [--algos A,B] [any flag of train.py]
        python -m fedbench bench --growth --algo A [--plot FILE.png]

@@ -23,6 +23,8 @@ from fedbench.split import TRAIN, Samples, Split, cohort_of, sample_round
 from fedbench.store import ClientStore, Disk, Picked, at_once, filled, room_for
 
 COUNTED = ("dropped", "stragglers", "rejected")
+FROZEN_BYTES = 1 << 26
+"""how much a frozen copy may take"""
 
 
 class Diverged(FedbenchError):
@@ -214,6 +216,16 @@ class Federation:
                 rows, size = len(self.server[name]), at_once(self.server[name])
                 chunks = (state[f"server/{name}"][start : start + size] for start in range(0, rows, size))
                 self.server[name] = filled(store.room, len(self.visits) + rows, chunks)
+
+    def frozen(self) -> Federation | None:
+        """A copy that stays as it is, to be evaluated later; None if it would be large."""
+        held = (*self.server.values(), *self.store.tensors.values())
+        large = self.store.kept is not None or sum(value.numel() * value.element_size() for value in held) > FROZEN_BYTES
+        if ranks.anywhere(large)[0]:
+            return None
+        server = {name: value.clone() for name, value in self.server.items()}
+        rebuilt = (server, self.rebuilt[1]) if self.rebuilt and self.rebuilt[0] is self.server else None
+        return replace(self, server=server, store=self.store.copied(), rebuilt=rebuilt)
 
     def close(self) -> None:
         """Give the room of what server and clients hold back."""

@@ -48,6 +48,14 @@ class Best:
     """every client's ranks (val, test, full_val, full_test: [U] each), or the predictions of the held-out ratings (test, val)"""
     state: Tensors = field(default_factory=dict)
     """what the server and the clients held in it, if that is kept"""
+    unranked: Federation | None = None
+    """what its full ranking is still to be made with"""
+
+    def rank_all(self) -> None:
+        """Make the full ranking, if that was put off."""
+        if self.unranked is not None:
+            self.outcome |= {f"full_{part}": ranks for part, ranks in self.unranked.full_ranks().items()}
+            self.unranked = None
 
 
 def summarise(

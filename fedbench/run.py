@@ -224,9 +224,12 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
                     score = -scores[on]["rmse"] if parts.held else scores[on][SELECT[on]]
                     better = score > best.score or (on == "test" and score == best.score)
                 if ranks.anywhere(better)[0]:
-                    full = {} if parts.held else federation.full_ranks()
-                    best.round, best.score = federation.round, score
-                    best.outcome = {**outcome, **{f"full_{part}": ranks for part, ranks in full.items()}}
+                    best.round, best.score, best.outcome = federation.round, score, outcome
+                    if not parts.held:  # the next round may be better: if the model is small its full ranking can wait
+                        frozen = federation.frozen()
+                        best.unranked = frozen or federation
+                        if frozen is None:
+                            best.rank_all()
                     if keep_best:
                         best.state = copied(federation.state())
                 bar.set_postfix_str(" ".join(f"{part} {shown} {scores[part][name]:.3f}" for part in scores), refresh=False)
@@ -246,6 +249,7 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
                 started = time.perf_counter()
                 save(out, federation, best, config)
                 cadence.saved(time.perf_counter() - started)
+    best.rank_all()
 
 
 def counted(federation: Federation, before: dict[str, int]) -> dict[str, int]:
@@ -452,6 +456,7 @@ def describe_store(federation: Federation, config: RunConfig) -> None:
 
 def save(out: Path, federation: Federation, best: Best, config: RunConfig) -> None:
     """The state after the last finished round."""
+    best.rank_all()
     tensors = whole(federation.state(), federation)
     tensors |= {f"best/{name}": torch.from_numpy(value) for name, value in best.outcome.items()}
     if best.round != federation.round:

@@ -9,6 +9,7 @@ nothing is left behind however a process ends; what a run goes on from is its ch
 
 from __future__ import annotations
 
+import copy
 import math
 import mmap
 import os
@@ -143,6 +144,12 @@ class ClientStore:
         store = cls.__new__(cls)
         store.tensors, store.clients = tensors, range(len(next(iter(tensors.values()))) if tensors else 0)
         store.room, store.kept = Memory(), None
+        return store
+
+    def copied(self) -> ClientStore:
+        """The same state in memory of its own."""
+        store = copy.copy(self)
+        store.tensors = {name: value.clone() for name, value in self.tensors.items()}
         return store
 
     def place(self, clients: Clients) -> Clients:

@@ -80,6 +80,28 @@ def test_on_disk_as_in_memory(algorithm: Algorithm, kernel: str, tmp_path: Path,
     assert disk.store.kept is not None and (disk.store.kept == (memory.visits > 0)).all() and not disk.store.kept.all()
 
 
+@each
+def test_a_frozen_copy_stays_as_it_is(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> None:
+    federation = started(algorithm)
+    federation.next_round()
+    frozen, expected, state = federation.frozen(), federation.full_ranks(), run.copied(held(federation))
+    assert frozen is not None
+    federation.next_round()
+    assert_equal(held(frozen), state)
+    assert_equal(frozen.full_ranks(), expected)
+    monkeypatch.setattr("fedbench.federation.FROZEN_BYTES", 1)
+    assert federation.frozen() is None
+
+
+def test_a_full_ranking_that_waits_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "--algo fedmf --dataset synthetic --users 60 --items 150 --interactions 12 --dim 4 --rounds 4 --no-mlflow --quiet --seed 3"
+    assert cli.main([*words.split(), "--out", str(tmp_path / "waits")]) == 0
+    monkeypatch.setattr("fedbench.federation.FROZEN_BYTES", 1)
+    assert cli.main([*words.split(), "--out", str(tmp_path / "at-once")]) == 0
+    assert result(summary_of(tmp_path / "waits")) == result(summary_of(tmp_path / "at-once"))
+    assert (tmp_path / "waits/per_client.parquet").read_bytes() == (tmp_path / "at-once/per_client.parquet").read_bytes()
+
+
 def test_only_those_that_took_part_are_stored(tmp_path: Path) -> None:
     """A table of 20,000 x 64 numbers for each of 50,000 clients would be 256 GB."""
     store = ClientStore(Local(dim=64), World(50_000, 20_000), Draw(0), Disk(tmp_path))
