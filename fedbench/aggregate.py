@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,8 +26,13 @@ CACHED = 1 << 18
 """the same where a chunk is looked at several times and should stay in a CPU's cache"""
 
 
+def alone(part: Tensor) -> Tensor:
+    """The sum over all ranks if there is one."""
+    return part
+
+
 class Rows(NamedTuple):
-    """Rows of a shared table as the clients sent them, in the order of the cohort."""
+    """Rows of a shared table as the clients sent them, in the order of the cohort. Where ranks share a run, each has its own clients'."""
 
     client: Tensor
     """[R] position in the cohort"""
@@ -35,6 +41,9 @@ class Rows(NamedTuple):
     value: Tensor
     """[R, ...]"""
     clients: int
+    """in the cohort"""
+    total: Callable[[Tensor], Tensor] = alone
+    """sums what every rank made of its rows, maybe in place; all of them must ask for it"""
 
     def combine(self, items: int, how: str, weight: Tensor | None = None) -> Tensor:
         """[M, ...]: summed item by item, divided by nothing (sum), the cohort's size (cohort) or a row's senders (touching).
@@ -42,14 +51,23 @@ class Rows(NamedTuple):
         weight [n]: how much each client counts, in the sum and in what it is divided by; 1 if not given.
         """
         shape = (-1, *[1] * (self.value.dim() - 1))
-        each = None if weight is None else weight.to(self.value)[self.client]
-        total = summed_by_item(self.item, self.value if each is None else self.value * each.view(shape), items)
+        each = self.value if weight is None else self.value * weight.to(self.value)[self.client].view(shape)
+        total = self.total(summed_by_item(self.item, each, items))
         if how == "sum":
             return total
         if how == "cohort":
             return total / (self.clients if weight is None else weight.sum())
-        senders = torch.bincount(self.item, each, minlength=items).to(self.value.dtype)
+        senders = self.senders(items, weight)
         return total / torch.where(senders > 0, senders, 1).view(shape)
+
+    def senders(self, items: int, weight: Tensor | None = None) -> Tensor:
+        """[M]: how many clients sent a row of each item, or how much they count together."""
+        each = None if weight is None else weight.to(self.value)[self.client]
+        return self.total(torch.bincount(self.item, each, minlength=items).to(self.value.dtype))
+
+    def sent(self) -> int:
+        """How many rows, over all clients."""
+        return int(self.total(torch.tensor(len(self.item), device=self.item.device)))
 
 
 def summed_by_item(item: Tensor, value: Tensor, items: int) -> Tensor:
@@ -77,8 +95,7 @@ def mean_of_whole_tables(rows: Rows, table: Tensor, kept: Tensor) -> Tensor:
     kept [n]: what weight decay left of each number that client did not touch.
     """
     lost = kept - 1
-    touching = lost.new_zeros(len(table)).index_add_(0, rows.item, lost[rows.client])
-    untouched = (lost.sum() - touching) / rows.clients
+    untouched = (lost.sum() - rows.senders(len(table), lost)) / rows.clients
     return rows.combine(len(table), "cohort") + table * untouched.view(-1, *[1] * (table.dim() - 1))
 
 

@@ -54,7 +54,7 @@ class Uploads:
     """where the server lays what it keeps for each of many clients"""
 
     def rows(self, name: str) -> Rows:
-        """Touched rows of a shared table."""
+        """Touched rows of a shared table; `combine` and `senders` look at all clients, wherever their rows are."""
         value = self.tensors[name]
         assert isinstance(value, Rows)
         return value
@@ -82,7 +82,7 @@ class Uploads:
         for name, value in self.tensors.items():
             if isinstance(value, Rows):
                 mine = keep[value.client]
-                tensors[name] = Rows(place[value.client[mine]], value.item[mine], value.value[mine], n)
+                tensors[name] = Rows(place[value.client[mine]], value.item[mine], value.value[mine], n, value.total)
             else:
                 tensors[name] = value[keep]
         return replace(self, clients=self.clients[keep], tensors=tensors, unreadable=None)
@@ -107,7 +107,7 @@ class Uploads:
         for name, value in self.tensors.items():
             if isinstance(value, Rows):
                 square = flat(value.value).square().sum(1)
-                found[name] = square.new_zeros(value.clients).index_add_(0, value.client, square).sqrt()
+                found[name] = value.total(square.new_zeros(value.clients).index_add_(0, value.client, square)).sqrt()
             else:
                 found[name] = torch.linalg.vector_norm(flat(value), dim=1)
         return found
@@ -116,13 +116,14 @@ class Uploads:
         """Size of everything in here that travelled: values, and 4 bytes for the id of each row."""
         total = 0
         for name, value in self.tensors.items():
-            tensor = value.value if isinstance(value, Rows) else value
+            tensor, sent, id_ = (value.value, value.sent(), 4) if isinstance(value, Rows) else (value, len(value), 0)
+            numbers = math.prod(tensor.shape[1:])
             if name in self.whole:
-                total += len(self.clients) * self.whole[name] * math.prod(tensor.shape[1:]) * tensor.element_size()
+                total += len(self.clients) * self.whole[name] * numbers * tensor.element_size()
             elif name in self.summed:
-                total += tensor.numel() * BYTES
+                total += sent * numbers * BYTES
             else:
-                total += tensor.numel() * tensor.element_size() + (4 * len(value.item) if isinstance(value, Rows) else 0)
+                total += sent * (numbers * tensor.element_size() + id_)
         return total
 
 

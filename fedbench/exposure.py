@@ -13,7 +13,9 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
+from fedbench import ranks
 from fedbench.aggregate import Rows
+from fedbench.algorithm import Tensors
 from fedbench.draw import keys
 from fedbench.engine import Uploads, flat
 from fedbench.split import Split
@@ -22,20 +24,26 @@ MOST_CLIENTS = 100
 """clients of a cohort that are looked at"""
 
 
-def exposure(uploads: Uploads, tables: tuple[str, ...], split: Split, seed: int, when: int) -> dict[str, float]:
-    """exposure/auc, and exposure/auc_rows by ids alone: means over a seeded sample of the cohort; {} if no table is uploaded."""
+def exposure(uploads: Uploads, tables: tuple[str, ...], split: Split, seed: int, when: int, own: range | None = None) -> dict[str, float]:
+    """exposure/auc, and exposure/auc_rows by ids alone: means over a seeded sample of the cohort; {} if no table is uploaded.
+
+    own: this rank's clients, if ranks share the run; each looks at its own.
+    """
     clients = uploads.clients.cpu().numpy()
     picked = np.sort(np.argsort(keys(seed, when, "exposure", clients), kind="stable")[:MOST_CLIENTS])
     rows = [value for name, value in uploads.tensors.items() if name in tables and isinstance(value, Rows)]
     whole = [value for name, value in uploads.tensors.items() if name in tables and isinstance(value, Tensor)]
-    if rows:
-        ptr, item, moved = _sent(rows, picked)
-    elif whole:
-        ptr, item, moved = _apart(whole, torch.from_numpy(picked).to(whole[0].device))
-    else:
+    if not rows and not whole:
         return {}
-    auc = np.empty((len(picked), 2))
-    _auc(clients[picked], split.train_ptr, split.train_item, split.items, ptr, item, np.nan_to_num(moved, nan=np.inf), auc)
+
+    def part() -> Tensors:
+        mine = slice(None) if own is None else slice(*np.searchsorted(clients[picked], [own.start, own.stop]))
+        ptr, item, moved = _sent(rows, picked[mine]) if rows else _apart(whole, picked, mine)
+        auc = np.empty((len(picked[mine]), 2))
+        _auc(clients[picked[mine]], split.train_ptr, split.train_item, split.items, ptr, item, np.nan_to_num(moved, nan=np.inf), auc)
+        return {"auc": torch.from_numpy(auc)}
+
+    auc = ranks.gathered(part, "cpu")["auc"].numpy()
     told = auc[np.isfinite(auc[:, 0])]
     return {"exposure/auc": float(told[:, 0].mean()), "exposure/auc_rows": float(told[:, 1].mean())} if len(told) else {}
 
@@ -50,12 +58,13 @@ def _sent(tables: list[Rows], picked: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return ptr, tables[0].item[at].cpu().numpy(), square.double().cpu().numpy()
 
 
-def _apart(tables: list[Tensor], picked: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same of whole tables [n, M, ...]: every item, and how far each client's row is from the mean row."""
-    square = torch.zeros((), device=picked.device)
+def _apart(tables: list[Tensor], picked: np.ndarray, mine: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same of whole tables [n, M, ...], for `mine` of the picked: every item, and how far each client's row is from the mean row."""
+    square = torch.zeros((), device=tables[0].device)
     for table in tables:
-        mine = table[picked].flatten(2) if table.dim() > 2 else table[picked].unsqueeze(2)
-        square = square + mine.sub_(mine.mean(0)).square_().sum(2)  # a copy already: room for more of them costs most of the time
+        all_ = table[torch.from_numpy(picked).to(table.device)]
+        all_ = all_.flatten(2) if table.dim() > 2 else all_.unsqueeze(2)
+        square = square + all_[mine].sub_(all_.mean(0)).square_().sum(2)  # a copy already: room for more of them costs most of the time
     n, items = square.shape
     return np.arange(n + 1) * items, np.tile(np.arange(items), n), square.double().cpu().numpy().ravel()
 

@@ -125,7 +125,7 @@ class Federation:
                 return None
             return engine.run_cohort(self.server, self.store, self.samples(self.round, cohort[mine]), self.round, epochs[mine])
 
-        result = ranks.joined(part, engine.uploads(cohort, {}))
+        result = ranks.joined(part, engine.uploads(cohort, {}), mine.start)
         lost = ~result.loss.isfinite()
         if lost.all() or (lost.any() and not a.reconstructs):
             first = self.split.user_ids[cohort[int(lost.nonzero()[0])]]

@@ -16,7 +16,7 @@ def newton_step(server: Tensors, rows: Rows, statistic: Tensor, a0: float, l2: f
     server: V as "items", how often item i was sent as "count", and the clients seen so far as "visits".
     """
     items, n = server["items"], rows.clients
-    count = server["count"] + torch.bincount(rows.item, minlength=len(items))
+    count = server["count"] + rows.senders(len(items))
     visits = server["visits"] + n
     weight = (count / visits + a0)[:, None]
     mean = unpacked(statistic, items.shape[1]) / n

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 train.py --algo fedmf --dataset ml-1m
 
-A rank holds a range of the clients. It trains and ranks them; what they upload goes to every rank, in the order of the cohort, so that
-each takes the same server's step as one process would. In one process everything here is the identity. What ranks say to each other
-is tensors and JSON.
+A rank holds a range of the clients. It trains and ranks them, and each takes the same server's step as one process would: the rows of
+tables that clients upload stay on their rank and are summed over all of them, everything else goes to every rank in the order of the
+cohort. In one process everything here is the identity. What ranks say to each other is tensors and JSON.
 """
 
 from __future__ import annotations
@@ -214,10 +214,14 @@ def totals(*numbers: int) -> list[int]:
     """Each number's sum over the ranks."""
     if count() == 1:
         return list(numbers)
-    sums = torch.tensor(numbers)
+    return [int(value) for value in total(torch.tensor(numbers))]
+
+
+def total(part: Tensor) -> Tensor:
+    """Its sum over the ranks, in place, the same on all of them to the last bit."""
     with peers():
-        dist.all_reduce(sums)
-    return [int(value) for value in sums]
+        dist.all_reduce(part)
+    return part
 
 
 def anywhere(*flags: bool) -> list[bool]:
@@ -290,43 +294,45 @@ def dealt(work: Callable[[], Tensor], device: str, own: range | None = None) -> 
     return part
 
 
-def joined(work: Callable[[], Round | None], nobody: Uploads) -> Round:
-    """The round of a whole cohort, of which each rank runs a part (None if it has no client of it).
+def joined(work: Callable[[], Round | None], nobody: Uploads, start: int) -> Round:
+    """The round of a whole cohort, of which each rank runs a part (None if it has no client of it), its clients from `start` on.
 
+    Rows of tables stay where they are, for only their sums are asked for; all else that was uploaded goes to every rank.
     nobody: the uploads of the cohort with nothing in them yet.
     """
     if count() == 1:
         alone = work()
         assert alone is not None
         return alone
-    tensors = gathered(lambda: packed(work()), str(nobody.clients.device))
-    down, updates = tensors["sizes"].sum(0).tolist()
-    return Round(replace(nobody, tensors=unpacked(tensors)), tensors["loss"].cpu(), down, updates)
+    own: dict[str, Rows] = {}
 
+    def part() -> Tensors:
+        result = work()
+        if result is None:
+            return {"sizes": torch.zeros(1, 2, dtype=torch.int64)}
+        found = {"sizes": torch.tensor([[result.bytes_down, result.updates]]), "loss": result.loss}
+        for name, value in result.uploads.tensors.items():
+            if isinstance(value, Rows):
+                own[name], found[f"rows/{name}"] = value, value.value[:0]
+            else:
+                found[f"whole/{name}"] = value
+        return found
 
-def packed(result: Round | None) -> Tensors:
-    """A part of a round as plain tensors; rows go with their number a client and small ids."""
-    if result is None:
-        return {"sizes": torch.zeros(1, 2, dtype=torch.int64)}
-    tensors = {"sizes": torch.tensor([[result.bytes_down, result.updates]]), "loss": result.loss}
-    for name, value in result.uploads.tensors.items():
-        if isinstance(value, Rows):
-            counts = torch.bincount(value.client, minlength=value.clients)
-            tensors |= {f"value/{name}": value.value, f"item/{name}": value.item.int(), f"count/{name}": counts}
-        else:
-            tensors[f"whole/{name}"] = value
-    return tensors
-
-
-def unpacked(tensors: Tensors) -> dict[str, Tensor | Rows]:
-    """What clients uploaded, in the order of the cohort."""
-    found: dict[str, Tensor | Rows] = {}
-    for key, value in tensors.items():
+    tensors = gathered(part, str(nobody.clients.device))
+    uploads: dict[str, Tensor | Rows] = {}
+    for key, found in tensors.items():
         kind, _, name = key.partition("/")
-        if kind == "whole":
-            found[name] = value
-        elif kind == "value":
-            counts = tensors[f"count/{name}"]
-            client = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-            found[name] = Rows(client, tensors[f"item/{name}"].long(), value, len(counts))
-    return found
+        if kind == "rows":
+            uploads[name] = placed(own.get(name), found, len(nobody.clients), start)
+        elif kind == "whole":
+            uploads[name] = found
+    down, updates = tensors["sizes"].sum(0).tolist()
+    return Round(replace(nobody, tensors=uploads), tensors["loss"].cpu(), down, updates)
+
+
+def placed(own: Rows | None, none: Tensor, clients: int, start: int) -> Rows:
+    """This rank's rows in the whole cohort, where its first client stands at `start`; `none` [0, ...] if it has no client there."""
+    if own is None:
+        nobody = torch.empty(0, dtype=torch.int64, device=none.device)
+        return Rows(nobody, nobody, none, clients, total)
+    return Rows(own.client + start, own.item, own.value, clients, total)

@@ -216,7 +216,8 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
                 outcome = federation.outcome()
                 scores = metrics_of(parts, outcome)
                 line |= {f"{part}/{key}": value for part, metrics in scores.items() for key, value in metrics.items()}
-                line |= exposure(result.uploads, federation.algorithm.tables, parts, config.seed, federation.round)
+                own = federation.store.clients
+                line |= exposure(result.uploads, federation.algorithm.tables, parts, config.seed, federation.round, own)
                 if on == "last":
                     score, better = 0.0, spent >= limit
                 else:

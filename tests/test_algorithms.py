@@ -103,7 +103,7 @@ def flat(uploads: Uploads) -> Tensors:
     tensors = {}
     for name, value in uploads.tensors.items():
         parts = value._asdict() if isinstance(value, Rows) else {"": value}
-        tensors |= {f"{name}.{part}": torch.as_tensor(tensor).clone() for part, tensor in parts.items()}
+        tensors |= {f"{name}.{part}": tensor.clone() for part, tensor in parts.items() if isinstance(tensor, Tensor)}
     return tensors
 
 

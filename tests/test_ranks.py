@@ -5,12 +5,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +23,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from fedbench import cli, ranks
-from fedbench.aggregate import Rows
-from fedbench.algorithm import World
+from fedbench.aggregate import AVERAGES, Rows, mean_of_whole_tables
+from fedbench.algorithm import Tensors, World
 from fedbench.engine import Round, Uploads
 from fedbench.errors import FedbenchError
 from fedbench.federation import Federation
@@ -35,6 +41,7 @@ RUNS = {
     "fedmf": "--algo fedmf --rounds 3 --keep-state best",
     "fedem": "--algo fedem --adapter 16,8,1 -e 2 -n 40 --rounds 4",
     "fedavg_ncf": "--algo fedavg_ncf --layers 16,8 -n 40 -e 1 --rounds 3",
+    "users": "--algo fedavg_ncf --layers 16,8 -n 40 -e 1 --rounds 2 --share-users --average cohort --weight-decay 0.01",
     "fedrecon": "--algo fedrecon -n 30 --rounds 3 --refit",
     "sgd": "--algo fedrecon --reconstruct sgd --server adam --negatives 4 -n 3 --rounds 4 --dropout 0.3 --stragglers 0.5 --corrupt 0.2",
     "ratings": "--algo fedrec_mf --rounds 2 --split kfold --fold 0",
@@ -63,30 +70,35 @@ def torchrun(size: int, *commands: str, options: str = "", **environment: str) -
 def rank_main() -> None:
     """A rank's whole life. With KILL_AT the last rank is killed in that round, if it was not started again.
 
-    In a command that ends in LAST-FAILS the last rank has an error of its own in its part of a round.
+    In a command that ends in LAST-FAILS the last rank has an error of its own in its part of a round. After each round all servers must be
+    the same to the last bit.
     """
     next_round, samples = Federation.next_round, Federation.samples
     last = ranks.number() == ranks.count() - 1
 
-    def killed(self: Federation) -> Round:
-        if self.round + 1 == int(os.environ["KILL_AT"]) and last and not ranks.restarted():
+    def watched(self: Federation) -> Round:
+        if self.round + 1 == int(os.environ.get("KILL_AT", "0")) and last and not ranks.restarted():
             os.kill(os.getpid(), signal.SIGKILL)
-        return next_round(self)
+        result = next_round(self)
+        ranks.agree("another server", lambda: digest(self.server))
+        return result
 
     def failing(self: Federation, *arguments: Any) -> Samples:
         if last and command.endswith("LAST-FAILS"):
             raise FedbenchError("no room")
         return samples(self, *arguments)
 
-    Federation.samples = failing  # type: ignore[method-assign]
-    if "KILL_AT" in os.environ:
-        Federation.next_round = killed  # type: ignore[method-assign]
+    Federation.samples, Federation.next_round = failing, watched  # type: ignore[method-assign]
     code = 0
     for command in sys.argv[1:]:
         code = cli.guard(cli.train, command.replace("RANK", str(ranks.number())).split())
         print(f"rank {ranks.number()} of {ranks.count()} ended in {code}", flush=True)
     ranks.leave(code)
     sys.exit(code)
+
+
+def digest(server: Tensors) -> str:
+    return hashlib.sha256(b"".join(server[name].numpy().tobytes() for name in sorted(server))).hexdigest()
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -159,16 +171,55 @@ def test_shares_are_ranges_of_equal_cost(monkeypatch: pytest.MonkeyPatch) -> Non
     assert max(spent) - min(spent) < 4 * (cost.max() / cost.sum() + 1e-3)
 
 
-def test_uploads_arrive_as_they_were() -> None:
-    client = torch.tensor([0, 0, 2])  # the client between sent nothing
-    rows = Rows(client, torch.tensor([5, 1, 5]), torch.rand(3, 4), 3)
-    uploads = Uploads(World(9, 7), torch.tensor([2, 4, 8]), {"items": rows, "samples": torch.rand(3)})
-    found = ranks.unpacked(ranks.packed(Round(uploads, torch.rand(3), 1, 2)))
-    assert found.keys() == uploads.tensors.keys()
-    assert isinstance(found["items"], Rows)
-    assert found["items"].clients == 3
-    torch.testing.assert_close(tuple(found["items"][:3]), tuple(rows[:3]), rtol=0, atol=0)
-    torch.testing.assert_close(found["samples"], uploads.dense("samples"), rtol=0, atol=0)
+SHARES = (range(4), range(4, 4), range(4, 7))
+"""positions in a cohort that three ranks have; the one between has none"""
+
+
+def each_rank(work: Callable[[Callable[[Tensor], Tensor], range], Any]) -> list[Any]:
+    """What `work` makes with sums over these ranks and with one of the shares, on threads that take the places of ranks."""
+    meet, parts = threading.Barrier(len(SHARES), timeout=PATIENCE), [torch.empty(0)] * len(SHARES)
+
+    def run(rank: int) -> Any:
+        def total(part: Tensor) -> Tensor:
+            parts[rank] = part
+            meet.wait()
+            whole = torch.stack(parts).sum(0)
+            meet.wait()
+            return whole
+
+        return work(total, SHARES[rank])
+
+    with ThreadPoolExecutor(len(SHARES)) as threads:
+        return list(threads.map(run, range(len(SHARES))))
+
+
+def seen_of(uploads: Uploads) -> dict[str, Any]:
+    """All that is made of rows for all clients."""
+    rows, weight, table = uploads.rows("items"), torch.arange(len(uploads.clients)).double(), torch.ones(5, 2, dtype=torch.float64)
+    kept = uploads.only(weight % 2 == 0).scaled(torch.tensor([1.0, -2.0, torch.inf, 1.0]))
+    return {
+        **{f"{how}/{w is None}": rows.combine(5, how, w) for how in AVERAGES for w in (None, weight)},
+        **{"whole": mean_of_whole_tables(rows, table, weight / 9), "senders": rows.senders(5), "sent": rows.sent()},
+        **{"norms": uploads.norms(), "finite": uploads.finite(), "bytes": uploads.bytes(), "clients": kept.clients},
+        **{"kept": kept.rows("items").combine(5, "touching"), "sound": kept.finite(), "fewer": kept.bytes()},
+    }
+
+
+def test_rows_on_several_ranks_count_as_those_of_one() -> None:
+    client = torch.tensor([0, 0, 2, 3, 4, 4, 4, 6])  # clients 1 and 5 sent nothing
+    item, value = torch.tensor([4, 1, 4, 0, 1, 2, 4, 1]), torch.rand(8, 2, dtype=torch.float64)
+    uploads = Uploads(World(9, 5), torch.tensor([0, 2, 3, 4, 5, 7, 8]), {"items": Rows(client, item, value, 7), "samples": torch.rand(7)})
+    expected = seen_of(uploads)
+
+    def on_rank(total: Callable[[Tensor], Tensor], share: range) -> dict[str, Any]:
+        mine = (client >= share.start) & (client < share.stop)
+        own = Rows(client[mine] - share.start, item[mine], value[mine], len(share)) if share else None
+        rows = ranks.placed(own, value[:0], 7, share.start)
+        assert rows.total is ranks.total
+        return seen_of(replace(uploads, tensors={**uploads.tensors, "items": rows._replace(total=total)}))
+
+    for found in each_rank(on_rank):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
 if __name__ == "__main__":
