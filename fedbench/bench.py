@@ -38,6 +38,8 @@ WARM_ROUNDS = 2
 """rounds before the measured ones: kernels compile, and clients have been sent something"""
 REPEATS = 3
 """measured rounds, and turns of the two engines; the best counts"""
+MOMENT, MANY = 1.0, 20
+"""rounds that are short against what other programs disturb are measured more often: for so many seconds, at most so often"""
 PATIENCE = 20.0
 """seconds after which a slow combination is not measured again"""
 LOOP_CLIENTS = 100
@@ -237,8 +239,10 @@ def best_round(federation: Federation, clock: Clock) -> tuple[dict[str, float], 
         round_parts(federation, clock)
     measured: list[dict[str, float]] = []
     began = clock()
-    while not measured or (len(measured) < REPEATS and clock() - began < PATIENCE):
+    spent = 0.0
+    while not measured or (len(measured) < REPEATS and spent < PATIENCE) or (len(measured) < MANY and spent < MOMENT):
         measured.append(round_parts(federation, clock))
+        spent = clock() - began
     return min(measured, key=lambda parts: sum(parts[name] for name in WHOLE)), len(measured)
 
 

@@ -67,6 +67,8 @@ class Uploads:
 
     def sealed(self, seed: int, when: int) -> Uploads:
         """What reaches the server: uploads in `summed` are gone but for the sum of the clients' masked parts."""
+        if not self.summed:
+            return self
         clients = self.clients.cpu().numpy()
         sums = {name: masked_sum(self.dense(name), clients, seed, when) for name in self.summed if name in self.tensors}
         return replace(self, tensors={name: value for name, value in self.tensors.items() if name not in sums}, sums=sums)
@@ -328,7 +330,7 @@ class Engine:
         store: ClientStore,
     ) -> tuple[Uploads, Tensor, int]:
         """The whole cohort at once, no block and no copy: kernels take a client's rows into the cache and write them back."""
-        a, n = self.algorithm, len(samples.clients)
+        a, n, counts, touched = self.algorithm, len(samples.clients), samples.counts, samples.touched
         losses, updates = np.zeros(n), 0
         own_tables = any(name in store.tensors for name in a.tables)
         change: np.ndarray | None = None if own_tables else np.empty((len(samples.row), a.dim), host_type(self.dtype))
@@ -336,22 +338,14 @@ class Engine:
             assert place is not None
             plan, clients = place
             at = np.flatnonzero(kind == some)
-            layout = (
-                samples.ptr[at],
-                samples.counts[at],
-                samples.local,
-                samples.label,
-                samples.row_ptr[at],
-                samples.touched[at],
-                samples.row,
-            )
+            layout = (samples.ptr[at], counts[at], samples.local, samples.label, samples.row_ptr[at], touched[at], samples.row)
             losses[at], steps = fused.train_in_place(
                 plan, (stream[at], *layout), clients, some // 2, a.samples_a_step, a.stop_below, change
             )
-            updates += int((steps * plan.trained(clients, samples.touched[at])).sum())
+            updates += int((steps * plan.trained(clients, touched[at])).sum())
         if change is None:
             return self.collect_own(store, samples), torch.from_numpy(losses), updates
-        client = torch.from_numpy(np.repeat(np.arange(n), samples.touched))
+        client = torch.from_numpy(np.repeat(np.arange(n), touched))
         rows = Rows(client, torch.from_numpy(samples.row.astype(np.int64)), torch.from_numpy(change), n)
         return self.uploads(samples.clients, {plan.items: rows}), torch.from_numpy(losses), updates
 

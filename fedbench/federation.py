@@ -127,11 +127,13 @@ class Federation:
 
         result = ranks.joined(part, engine.uploads(cohort, {}), mine.start)
         lost = ~result.loss.isfinite()
-        if lost.all() or (lost.any() and not a.reconstructs):
-            first = self.split.user_ids[cohort[int(lost.nonzero()[0])]]
-            raise Diverged(self.round, f"the training loss of {int(lost.sum())} of {len(cohort)} clients (the first is user {first})")
-        # a client that keeps nothing carries no damage on: it sends nothing this time
-        uploads = result.uploads.only(~lost) if lost.any() else result.uploads
+        if lost.any():
+            if lost.all() or not a.reconstructs:
+                first = self.split.user_ids[cohort[int(lost.nonzero()[0])]]
+                raise Diverged(self.round, f"the training loss of {int(lost.sum())} of {len(cohort)} clients (the first is user {first})")
+            # a client that keeps nothing carries no damage on: it sends nothing this time
+            result = replace(result, uploads=result.uploads.only(~lost), loss=result.loss[~lost])
+        uploads = result.uploads
         self.bytes_up += uploads.bytes()
         for hop in self.channel:
             uploads = hop(uploads)
@@ -141,7 +143,7 @@ class Federation:
         self.visits[cohort] += 1
         self.bytes_down += result.bytes_down
         self.store.room.release()
-        return replace(result, uploads=seen, loss=result.loss[~lost])
+        return replace(result, uploads=seen)
 
     def own(self, cohort: np.ndarray) -> slice:
         """Where those of the ascending client numbers stand that are in this rank's store."""

@@ -12,14 +12,14 @@ from matplotlib.figure import Figure
 from fedbench.bench import Figures, in_processes, write
 from fedbench.errors import FedbenchError, UsageError
 
-BASE = {"users": 4000, "clients-per-round": 500, "items": 500, "dim": 16}
+BASE = {"users": 8000, "clients-per-round": 500, "items": 500, "dim": 16}
 AXES = {
     "users": (2000, 8000, 32000),
-    "clients-per-round": (250, 1000, 4000),
+    "clients-per-round": (500, 2000, 8000),
     "items": (250, 1000, 4000),
     "dim": (8, 32, 128),
 }
-"""one grows, the others stay at BASE"""
+"""one grows, the others stay at BASE; cohorts from what methods take by default to everybody"""
 INTERACTIONS = 20
 QUANTITIES = ("round", "train", "aggregate", "memory", "state")
 """seconds of a round without evaluation (in which all clients take part) and of two of its parts; MB over those before the data was
@@ -50,6 +50,9 @@ def growth(
     print("\neach grows as the axis to the power of (least squares on logarithms)")
     for axis in axes:
         print(f"{axis:<30}" + "".join(f"{exponent(figures, axis, name):>12.2f}" for name in QUANTITIES))
+    if "clients-per-round" in axes:
+        print("\nwhat a round costs however few clients take part (where a straight line through the cohorts' costs begins)")
+        print(f"{'fixed':<30}" + "".join(f"{fixed(figures, 'clients-per-round', name):>12.4f}" for name in QUANTITIES))
     if plot:
         drawn(figures).savefig(plot, dpi=100)
     return 0
@@ -76,8 +79,19 @@ def quantities(figures: Figures) -> dict[str, float]:
 
 def exponent(figures: Sequence[Figures], axis: str, name: str = "round") -> float:
     """The slope of log(cost) over log(size); not a number where nothing is spent, or at one size alone."""
-    size, cost = np.array([(one["size"], one[f"{name}_cost"]) for one in figures if one["axis"] == axis]).reshape(-1, 2).T
+    size, cost = along(figures, axis, name)
     return float(np.polyfit(np.log(size), np.log(cost), 1)[0]) if len(size) > 1 and (cost > 0).all() else float("nan")
+
+
+def fixed(figures: Sequence[Figures], axis: str, name: str = "round") -> float:
+    """The cost at size 0 of the straight line that fits best, in shares of each cost; not a number as above."""
+    size, cost = along(figures, axis, name)
+    return float(np.polyfit(size, cost, 1, w=1 / cost)[1]) if len(size) > 1 and (cost > 0).all() else float("nan")
+
+
+def along(figures: Sequence[Figures], axis: str, name: str) -> np.ndarray:
+    """[2, n] sizes and costs."""
+    return np.array([(one["size"], one[f"{name}_cost"]) for one in figures if one["axis"] == axis]).reshape(-1, 2).T
 
 
 def drawn(figures: Sequence[Figures]) -> Figure:

@@ -14,7 +14,7 @@ from fedbench import registry
 from fedbench.__main__ import main
 from fedbench.bench import PARTS, WHOLE, adam_limit, both_engines, compared, first_clients, first_run, line, measure, render, spread_over
 from fedbench.federation import Federation
-from fedbench.growth import drawn, exponent, growth, quantities
+from fedbench.growth import drawn, exponent, fixed, growth, quantities
 from fedbench.split import sample_round
 from tests.conftest import small_split
 
@@ -132,6 +132,8 @@ def test_growth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_exponent_of_a_power() -> None:
     figures = [{"algo": "a", "axis": "dim", "size": size, "round_cost": 3 * size**1.5} for size in (2, 4, 16)]
     assert exponent(figures, "dim") == pytest.approx(1.5)
+    line = [{"axis": "dim", "size": size, "round_cost": 5 + 3 * size} for size in (2, 4, 16)]
+    assert fixed(line, "dim") == pytest.approx(5) and np.isnan(fixed(line[:1], "dim"))
     parts = dict(zip(PARTS, (1.0, 2.0, 3.0, 4.0, 5.0), strict=True))
     costs = quantities({"parts": parts, "peak_mb": 90.0, "base_mb": 60.0, "state_mb": 7.0})
     assert costs == {"round_cost": 6.0, "train_cost": 2.0, "aggregate_cost": 3.0, "memory_cost": 30.0, "state_cost": 7.0}
