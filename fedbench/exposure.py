@@ -22,6 +22,8 @@ from fedbench.split import Split
 
 MOST_CLIENTS = 100
 """clients of a cohort that are looked at"""
+ITEMS = 64
+"""items whose rows are compared at once"""
 
 
 def exposure(uploads: Uploads, tables: tuple[str, ...], split: Split, seed: int, when: int, own: range | None = None) -> dict[str, float]:
@@ -60,13 +62,35 @@ def _sent(tables: list[Rows], picked: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 def _apart(tables: list[Tensor], picked: np.ndarray, mine: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The same of whole tables [n, M, ...], for `mine` of the picked: every item, and how far each client's row is from the mean row."""
-    square = torch.zeros((), device=tables[0].device)
+    items = tables[0].shape[1]
+    square = np.zeros((len(picked), items))
     for table in tables:
-        all_ = table[torch.from_numpy(picked).to(table.device)]
-        all_ = all_.flatten(2) if table.dim() > 2 else all_.unsqueeze(2)
-        square = square + all_[mine].sub_(all_.mean(0)).square_().sum(2)  # a copy already: room for more of them costs most of the time
-    n, items = square.shape
-    return np.arange(n + 1) * items, np.tile(np.arange(items), n), square.double().cpu().numpy().ravel()
+        whole = table.reshape(*table.shape[:2], -1)
+        if table.device.type == "cpu":
+            _add_distances(whole.numpy(), picked, square)
+        else:
+            some = whole[torch.from_numpy(picked).to(table.device)]
+            square += (some - some.mean(0)).square().sum(2).double().cpu().numpy()
+    n = len(square[mine])
+    return np.arange(n + 1) * items, np.tile(np.arange(items), n), square[mine].ravel()
+
+
+@njit(parallel=True, nogil=True, fastmath={"reassoc", "contract", "nsz"}, cache=True)
+def _add_distances(tables: np.ndarray, picked: np.ndarray, square: np.ndarray) -> None:
+    """square [n, M] += how far, squared, the rows of the picked tables [., M, d] are from their mean; few items at once, in the cache."""
+    _, items, d = tables.shape
+    for block in prange(-(-items // ITEMS)):
+        first, last = block * ITEMS, min((block + 1) * ITEMS, items)
+        mean = np.zeros((last - first, d), tables.dtype)
+        for c in picked:
+            mean += tables[c, first:last]
+        mean /= tables.dtype.type(picked.size)
+        for k in range(picked.size):
+            for i in range(first, last):
+                row, middle, total = tables[picked[k], i], mean[i - first], tables.dtype.type(0)
+                for j in range(d):
+                    total += (row[j] - middle[j]) * (row[j] - middle[j])
+                square[k, i] += total
 
 
 @njit(parallel=True, nogil=True, cache=True)

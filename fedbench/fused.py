@@ -669,8 +669,9 @@ def merge_elastic(tables: np.ndarray, who: np.ndarray, sent: np.ndarray, slot: n
             item = everything[start : start + TILE]
             _merge_weights_of(item, table, sent[slot[c]], adapter[who[c]], sizes, acts)
             for s in range(item.size):
+                own, other, share = table[start + s], sent[slot[c], start + s], rho[s]
                 for j in range(d):
-                    table[start + s, j] += rho[s] * acts[(d + j) * TILE + s]
+                    own[j] += share * (other[j] - own[j])
 
 
 @njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
