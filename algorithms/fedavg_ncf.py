@@ -39,6 +39,8 @@ class FedAvgNCF(SharedModel):
     """clients a round (n); 500, or all if they are fewer, if not given"""
     local_epochs: int = 2
     batch_size: int = 64
+    dim: int = 64
+    """size of the embeddings that are multiplied (GMF); the published recipe takes 16"""
     sampling: str = "queue"
     layers: tuple[int, ...] = (64, 32, 16, 8)
     """layer sizes of the MLP; the first is the joined user and item embedding, half of it each"""
@@ -56,7 +58,7 @@ class FedAvgNCF(SharedModel):
 
     usual_cohort = 500
     published = {
-        **{"share_users": True, "average": "cohort", "server_lr": 1.0},
+        **{"dim": 16, "share_users": True, "average": "cohort", "server_lr": 1.0},
         **{"clients_per_round": 50, "local_epochs": 3, "lr": 0.001, "weight_decay": 0.01, "clip": 0.5},
     }
 
