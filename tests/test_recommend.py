@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def folder(method: str) -> Path:
         if not (parent / method).exists():
-            run(resolve([*f"--algo {method} {METHODS[method]} {DATA}".split(), "--out", str(parent / method)]))
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # not into what the test looks at
+                run(resolve([*f"--algo {method} {METHODS[method]} {DATA}".split(), "--out", str(parent / method)]))
         return parent / method
 
     return folder
