@@ -227,9 +227,8 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
                 if ranks.anywhere(better)[0]:
                     best.round, best.score, best.outcome = federation.round, score, outcome
                     if not parts.held:  # the next round may be better: if the model is small its full ranking can wait
-                        frozen = federation.frozen()
-                        best.unranked = frozen or federation
-                        if frozen is None:
+                        best.unranked = federation.frozen() or federation
+                        if best.unranked is federation:
                             best.rank_all()
                     if keep_best:
                         best.state = copied(federation.state())

@@ -279,7 +279,7 @@ def run_missing(progress: Progress, options: argparse.Namespace, parent: Parent 
     )
     began: dict[str, float] = {}
     with (
-        mlflow_at_hand(parent is not None) as environment,
+        mlflow_at_hand(parent is not None and options.backend == "pool") as environment,
         bar,
         closing(events(progress, missing, options, parent, environment)) as happened,
     ):

@@ -37,8 +37,8 @@ def write(what: Study, summaries: Mapping[str, dict[str, Any]], entries: Mapping
         shared = [axis for axis in grids[0].axes if axis not in REPLICATES and all(axis in grid.axes for grid in grids)]
         axes = shared if len(grids) == 1 else list(dict.fromkeys(["algo", *shared]))
         means = over_replicates(inside, axes, metrics)
-        if numbers := [axis for axis in axes if pd.api.types.is_numeric_dtype(means[axis])]:
-            means = means.sort_values(numbers, kind="stable")  # points of an earlier grid came first
+        if axes and all(pd.api.types.is_numeric_dtype(means[axis]) for axis in axes):
+            means = means.sort_values(axes)  # points that an earlier grid has too came first
         parts.append("\n".join(filter(None, [f"**{name}**\n" if name else "", markdown(means, metrics), *best(inside, axes)])))
         if len(grids) == 1:
             draw(what, grids[0], means, [name for name in metrics if name in (what.metrics or HEADLINE)], folder)
