@@ -1,6 +1,6 @@
 """exp and log as sums and products, for kernels: the library's functions keep a loop from being vectorised.
 
-Both are exact to the last bits of the type they are given, float32 or float64; tests hold them to numpy.
+Both are exact to the last bits of the type they are given, float32 or float64, a number or Lanes; tests hold them to numpy.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numba import types
 from numba.extending import overload
+
+from fedbench.lanes import halved, kind_of, pick, whole
 
 LEAST = {types.float32: 1e-17, types.float64: 1e-150}
 """smallest value of exp_minus: the square of a slope below it would be subnormal and a hundred times slower to compute with"""
@@ -34,24 +36,22 @@ def log_one_plus(x: float) -> float:
 @overload(exp_minus, jit_options=FLAGS)
 def _exp_minus(x: Any) -> Callable[[float], float] | None:
     """2^-k · exp(r) with r within half of log 2 of zero: a power series for exp, and k goes into the exponent's bits."""
-    if x not in LEAST:
+    given = kind_of(x)
+    if given not in LEAST:
         return None
-    single = x == types.float32
-    kind: Any = np.float32 if single else np.float64
-    whole: Any = np.int32 if single else np.int64
-    most, per_log2, half = kind(-math.log(LEAST[x])), kind(1 / math.log(2)), kind(0.5)
-    high, low = (kind(part) for part in LN2[x])
-    bias, shift = (whole(127), whole(23)) if single else (whole(1023), whole(52))
-    series = tuple(kind(1 / math.factorial(i)) for i in range(7 if single else 13, -1, -1))
+    kind: Any = np.float32 if given == types.float32 else np.float64
+    most, per_log2, half = kind(-math.log(LEAST[given])), kind(1 / math.log(2)), kind(0.5)
+    high, low = (kind(part) for part in LN2[given])
+    series = tuple(kind(1 / math.factorial(i)) for i in range(7 if given == types.float32 else 13, -1, -1))
 
     def implementation(x: Any) -> float:
-        y = most if x > most else x
-        k = np.int32(y * per_log2 + half)
-        r = (kind(k) * high - y) + kind(k) * low
-        value = series[0]
-        for i in range(1, len(series)):
+        y = pick(x, most, most, x)
+        k = whole(y * per_log2 + half)
+        r = (k * high - y) + k * low
+        value = r * series[0] + series[1]
+        for i in range(2, len(series)):
             value = value * r + series[i]
-        return value * whole((bias - whole(k)) << shift).view(kind)
+        return halved(value, k)
 
     return implementation
 
@@ -59,17 +59,18 @@ def _exp_minus(x: Any) -> Callable[[float], float] | None:
 @overload(log_one_plus, jit_options=FLAGS)
 def _log_one_plus(x: Any) -> Callable[[float], float] | None:
     """2·atanh(z) with z = x / (2 + x), at most 1/3: an odd power series."""
-    if x not in LEAST:
+    given = kind_of(x)
+    if given not in LEAST:
         return None
-    kind: Any = np.float32 if x == types.float32 else np.float64
+    kind: Any = np.float32 if given == types.float32 else np.float64
     two = kind(2)
-    series = tuple(kind(2 / (2 * i + 1)) for i in range(7 if x == types.float32 else 15, -1, -1))
+    series = tuple(kind(2 / (2 * i + 1)) for i in range(7 if given == types.float32 else 15, -1, -1))
 
     def implementation(x: Any) -> float:
         z = x / (two + x)
         square = z * z
-        value = series[0]
-        for i in range(1, len(series)):
+        value = square * series[0] + series[1]
+        for i in range(2, len(series)):
             value = value * square + series[i]
         return value * z
 

@@ -9,32 +9,37 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numba import njit, prange
 
 from fedbench.elementary import exp_minus, log_one_plus
+from fedbench.lanes import WIDTH, across, magnitude, pick, put, repeat, spread, square_root, take
+from fedbench.layers import (
+    DIVIDE,
+    FAST,
+    TILE,
+    backward,
+    fetch,
+    forward,
+    give_rows,
+    mixed,
+    padded,
+    place_of,
+    products,
+    row_of,
+    take_rows,
+    zeros,
+)
 from fedbench.split import shuffle
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 """Adam's constants, as in torch.optim.Adam"""
-FAST = {"reassoc", "contract", "nsz"}
-"""sums may be reordered, as vector instructions need; infinities and NaN keep their meaning. Without arcp: vector instructions would
-divide less exactly than scalar ones, and which of them run can depend on where arrays happen to lie. For the same reason a loop that
-sums stores nothing into other arrays."""
-DIVIDE: Final = "numpy"
-"""no check for a zero divisor: it would keep every loop that divides from being vectorised"""
 TINY = {4: 1e-17, 8: 1e-150}
 """by bytes a number: a slope below this is 0, for its square would be subnormal and a hundred times slower to compute with"""
 FORGET = (160, 360)
 """for float32, float64: steps without a gradient after which what is left of Adam's first moment is below rounding"""
-TILE = 128
-"""rows whose layers are computed at once, a feature's numbers side by side; a constant, so that the compiler sees what overlaps"""
-T1, T2, T3, T4 = np.uint64(TILE), np.uint64(2 * TILE), np.uint64(3 * TILE), np.uint64(4 * TILE)
-"""unsigned: an index that might be negative keeps a loop from being vectorised"""
-LANES = 16
-"""rows are padded to a multiple of this, so that no loop over them has a remainder"""
 Moving = tuple[np.ndarray, np.ndarray, np.ndarray]
 """numbers and their two moments in Adam"""
 
@@ -117,16 +122,65 @@ def _rates(step: int, lr: float) -> tuple[float, float]:
 
 
 @njit(inline="always", fastmath=FAST, error_model=DIVIDE)
-def _adam(param: np.ndarray, grad: np.ndarray, first: np.ndarray, second: np.ndarray, rates: tuple[float, float], tiny: float) -> None:
-    """One Adam step over flat arrays, in place. Constants take the arrays' type: a float64 among them would halve the speed."""
+def _shares(rate: float, a: float, b: float, c: float, d: float) -> tuple[float, float, float, float]:
+    """rate/a, rate/b, rate/c and rate/d by one division, which takes longer than all the products; right up to 1e9 each."""
+    left, right = a * b, c * d
+    share = rate / (left * right)
+    return b * (right * share), a * (right * share), d * (left * share), c * (left * share)
+
+
+@njit(inline="always", fastmath=FAST, error_model=DIVIDE)
+def _moments(first: np.ndarray, second: np.ndarray, at: int, g: float, scale: float, tiny: float) -> tuple[float, float]:
+    """Adam's moments of the lanes at `at` after a gradient; returns the first and what to divide it by. scale = 1 / sqrt(1 - b2^step)"""
+    kind = first.dtype.type
+    g = pick(magnitude(g), tiny, g, kind(0))
+    m = kind(BETA1) * take(first, at) + kind(1 - BETA1) * g
+    v = kind(BETA2) * take(second, at) + kind(1 - BETA2) * g * g
+    put(first, at, m)
+    put(second, at, v)
+    return m, square_root(v) * scale + kind(EPSILON)
+
+
+@njit(inline="always", fastmath=FAST, error_model=DIVIDE)
+def _adamw(
+    param: np.ndarray,
+    grad: np.ndarray,
+    first: np.ndarray,
+    second: np.ndarray,
+    rates: tuple[float, float],
+    decay: float,
+    slope: float,
+    tiny: float,
+) -> None:
+    """One AdamW step over flat arrays, in place, along slope·grad; constants in the arrays' type: a float64 would halve the speed."""
     kind = param.dtype.type
+    rate, scale, eps, zero = kind(rates[0]), kind(rates[1]), kind(EPSILON), kind(0)
     b1, b2, c1, c2 = kind(BETA1), kind(BETA2), kind(1 - BETA1), kind(1 - BETA2)
-    rate, root, eps, zero = kind(rates[0]), kind(rates[1]), kind(EPSILON), kind(0)
-    for i in range(param.size):
-        g = grad[i] if abs(grad[i]) > tiny else zero
+    whole = param.size // (4 * WIDTH) * (4 * WIDTH)
+    for at in range(0, whole, 4 * WIDTH):
+        i, j, k = at + WIDTH, at + 2 * WIDTH, at + 3 * WIDTH
+        m0, d0 = _moments(first, second, at, slope * take(grad, at), scale, tiny)
+        m1, d1 = _moments(first, second, i, slope * take(grad, i), scale, tiny)
+        m2, d2 = _moments(first, second, j, slope * take(grad, j), scale, tiny)
+        m3, d3 = _moments(first, second, k, slope * take(grad, k), scale, tiny)
+        s0, s1, s2, s3 = _shares(rate, d0, d1, d2, d3)
+        put(param, at, decay * take(param, at) - m0 * s0)
+        put(param, i, decay * take(param, i) - m1 * s1)
+        put(param, j, decay * take(param, j) - m2 * s2)
+        put(param, k, decay * take(param, k) - m3 * s3)
+    for i in range(whole, param.size):
+        g = slope * grad[i]
+        g = g if abs(g) > tiny else zero
         first[i] = b1 * first[i] + c1 * g
         second[i] = b2 * second[i] + c2 * g * g
-        param[i] -= rate * first[i] / (np.sqrt(second[i]) * root + eps)
+        param[i] = decay * param[i] - rate * first[i] / (np.sqrt(second[i]) * scale + eps)
+
+
+@njit(inline="always", fastmath=FAST, error_model=DIVIDE)
+def _adam(param: np.ndarray, grad: np.ndarray, first: np.ndarray, second: np.ndarray, rates: tuple[float, float], tiny: float) -> None:
+    """One Adam step over flat arrays, in place."""
+    one = param.dtype.type(1)
+    _adamw(param, grad, first, second, rates, one, one, tiny)
 
 
 @njit(inline="always", fastmath=FAST, error_model=DIVIDE)
@@ -136,279 +190,83 @@ def _settled(total: float, seen: int, before: float, tolerance: float, epoch: in
     return mean, epoch > 0 and abs(mean - before) / abs(before + 1e-5) < tolerance
 
 
+@njit(inline="always", fastmath=FAST, error_model=DIVIDE)
+def _slope(x: float, pos: float, neg: float, share: float, one: float) -> tuple[float, float]:
+    """A logit with pos samples of label 1 and neg of label 0: share times the slope of their cross-entropy, and that. Numbers or Lanes."""
+    zero = one - one
+    tail = exp_minus(magnitude(x))
+    large = one / (one + tail)
+    small = tail * large
+    error = share * (neg * pick(x, zero, large, small) - pos * pick(x, zero, small, large))
+    return error, pos * pick(x, zero, zero, zero - x) + neg * pick(x, zero, x, zero) + (pos + neg) * log_one_plus(tail)
+
+
 @njit(fastmath=FAST, error_model=DIVIDE)
 def _slopes(logit: np.ndarray, pos: np.ndarray, neg: np.ndarray, n: int, share: float, error: np.ndarray) -> float:
-    """Cross-entropy of n logits with pos[s] samples of label 1 and neg[s] of label 0 each; error: share times the slopes."""
+    """_slope of n logits; returns the sum of cross-entropies."""
     kind = logit.dtype.type
-    one, zero = kind(1), kind(0)
-    total = zero
+    summed = kind(0)
     for s in range(n):
-        x = logit[s]
-        tail = exp_minus(abs(x))
-        large = one / (one + tail)
-        small = tail * large
-        error[s] = share * (neg[s] * (large if x > zero else small) - pos[s] * (small if x > zero else large))
-        total += pos[s] * max(-x, zero) + neg[s] * max(x, zero) + (pos[s] + neg[s]) * log_one_plus(tail)
-    return total
-
-
-@njit(fastmath=FAST, error_model=DIVIDE)
-def _adam_along(
-    param: np.ndarray, first: np.ndarray, second: np.ndarray, error: np.ndarray, factor: float, rates: tuple[float, float], tiny: float
-) -> float:
-    """One Adam step of n numbers whose gradients are factor·error; returns param · error, before the step."""
-    kind = param.dtype.type
-    b1, b2, c1, c2 = kind(BETA1), kind(BETA2), kind(1 - BETA1), kind(1 - BETA2)
-    rate, root, eps, zero = kind(rates[0]), kind(rates[1]), kind(EPSILON), kind(0)
-    dot = zero
-    for i in range(param.size):  # a loop of its own: a sum inside the other one makes that twice as slow
-        dot += param[i] * error[i]
-    for i in range(param.size):
-        g = factor * error[i]
-        g = g if abs(g) > tiny else zero
-        first[i] = b1 * first[i] + c1 * g
-        second[i] = b2 * second[i] + c2 * g * g
-        param[i] -= rate * first[i] / (np.sqrt(second[i]) * root + eps)
-    return dot
-
-
-@njit(fastmath=FAST, error_model=DIVIDE)
-def _mix_one(
-    values: np.ndarray, source: int, count: int, out: np.ndarray, target: int, weights: np.ndarray, w: int, by: int, n: int
-) -> None:
-    """Row `target` of out += sum over k < count of weights[w + k·by] · row source + k of values; rows of TILE numbers, n used."""
-    y, k = np.uint64(target * TILE), 0
-    while k + 4 <= count:
-        x = np.uint64((source + k) * TILE)
-        w0, w1, w2, w3 = weights[w], weights[w + by], weights[w + 2 * by], weights[w + 3 * by]
-        for s in range(np.uint64(n)):
-            out[y + s] += w0 * values[x + s] + w1 * values[x + T1 + s] + w2 * values[x + T2 + s] + w3 * values[x + T3 + s]
-        k += 4
-        w += 4 * by
-    while k < count:
-        x, w0 = np.uint64((source + k) * TILE), weights[w]
-        for s in range(np.uint64(n)):
-            out[y + s] += w0 * values[x + s]
-        k += 1
-        w += by
-
-
-@njit(fastmath=FAST, error_model=DIVIDE)
-def _mix_two(
-    values: np.ndarray, source: int, count: int, out: np.ndarray, target: int, weights: np.ndarray, w: int, u: int, by: int, n: int
-) -> None:
-    """The same for rows `target` and target + 1, whose weights begin at w and u: what is read serves twice."""
-    y, k = np.uint64(target * TILE), 0
-    while k + 8 <= count:
-        x = np.uint64((source + k) * TILE)
-        z = x + T4
-        w0, w1, w2, w3 = weights[w], weights[w + by], weights[w + 2 * by], weights[w + 3 * by]
-        w4, w5, w6, w7 = weights[w + 4 * by], weights[w + 5 * by], weights[w + 6 * by], weights[w + 7 * by]
-        u0, u1, u2, u3 = weights[u], weights[u + by], weights[u + 2 * by], weights[u + 3 * by]
-        u4, u5, u6, u7 = weights[u + 4 * by], weights[u + 5 * by], weights[u + 6 * by], weights[u + 7 * by]
-        for s in range(np.uint64(n)):
-            a, b, c, d = values[x + s], values[x + T1 + s], values[x + T2 + s], values[x + T3 + s]
-            e, f, g, h = values[z + s], values[z + T1 + s], values[z + T2 + s], values[z + T3 + s]
-            out[y + s] += (w0 * a + w1 * b + w2 * c + w3 * d) + (w4 * e + w5 * f + w6 * g + w7 * h)
-            out[y + T1 + s] += (u0 * a + u1 * b + u2 * c + u3 * d) + (u4 * e + u5 * f + u6 * g + u7 * h)
-        k += 8
-        w += 8 * by
-        u += 8 * by
-    while k < count:
-        x, w0, u0 = np.uint64((source + k) * TILE), weights[w], weights[u]
-        for s in range(np.uint64(n)):
-            out[y + s] += w0 * values[x + s]
-            out[y + T1 + s] += u0 * values[x + s]
-        k += 1
-        w += by
-        u += by
-
-
-@njit(fastmath=FAST, error_model=DIVIDE)
-def _mix(
-    values: np.ndarray,
-    source: int,
-    count: int,
-    out: np.ndarray,
-    target: int,
-    outs: int,
-    weights: np.ndarray,
-    at: int,
-    by_out: int,
-    by_in: int,
-    n: int,
-) -> None:
-    """Row target + o of `out` += sum over k of weights[at + o·by_out + k·by_in] · row source + k of `values`; rows of TILE, n used."""
-    o = 0
-    while o + 2 <= outs:
-        w = at + o * by_out
-        _mix_two(values, source, count, out, target + o, weights, w, w + by_out, by_in, n)
-        o += 2
-    if o < outs:
-        _mix_one(values, source, count, out, target + o, weights, at + o * by_out, by_in, n)
-
-
-@njit(fastmath=FAST, error_model=DIVIDE)
-def _products(up: np.ndarray, row: int, acts: np.ndarray, source: int, count: int, out: np.ndarray, at: int, n: int) -> None:
-    """out[at + i] += row `row` of up · row source + i of acts, for i < count; rows of TILE numbers, n used."""
-    zero = out.dtype.type(0)
-    x, i = np.uint64(row * TILE), 0
-    while i + 4 <= count:
-        y = np.uint64((source + i) * TILE)
-        d0, d1, d2, d3 = zero, zero, zero, zero
-        for s in range(np.uint64(n)):
-            d0 += up[x + s] * acts[y + s]
-            d1 += up[x + s] * acts[y + T1 + s]
-            d2 += up[x + s] * acts[y + T2 + s]
-            d3 += up[x + s] * acts[y + T3 + s]
-        out[at + i] += d0
-        out[at + i + 1] += d1
-        out[at + i + 2] += d2
-        out[at + i + 3] += d3
-        i += 4
-    while i < count:
-        y, d0 = np.uint64((source + i) * TILE), zero
-        for s in range(np.uint64(n)):
-            d0 += up[x + s] * acts[y + s]
-        out[at + i] += d0
-        i += 1
-
-
-@njit(fastmath=FAST, error_model=DIVIDE)
-def _products_of_two(up: np.ndarray, row: int, acts: np.ndarray, source: int, count: int, out: np.ndarray, at: int, n: int) -> int:
-    """The same for rows `row` and row + 1 of up, the second's from out[at + count] on, four i at a time; returns how many i were done."""
-    zero = out.dtype.type(0)
-    x, i = np.uint64(row * TILE), 0
-    while i + 4 <= count:
-        y = np.uint64((source + i) * TILE)
-        d0, d1, d2, d3, e0, e1, e2, e3 = zero, zero, zero, zero, zero, zero, zero, zero
-        for s in range(np.uint64(n)):
-            u, v = up[x + s], up[x + T1 + s]
-            a0, a1, a2, a3 = acts[y + s], acts[y + T1 + s], acts[y + T2 + s], acts[y + T3 + s]
-            d0 += u * a0
-            d1 += u * a1
-            d2 += u * a2
-            d3 += u * a3
-            e0 += v * a0
-            e1 += v * a1
-            e2 += v * a2
-            e3 += v * a3
-        k = at + i
-        for value in (d0, d1, d2, d3):
-            out[k] += value
-            k += 1
-        k = at + count + i
-        for value in (e0, e1, e2, e3):
-            out[k] += value
-            k += 1
-        i += 4
-    return i
-
-
-@njit(inline="always")
-def _row(acts: np.ndarray, i: int) -> np.ndarray:
-    """Row i of rows of TILE numbers."""
-    return acts[i * TILE : (i + 1) * TILE]
-
-
-@njit(fastmath=FAST, error_model=DIVIDE)
-def _forward(weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, n: int, squash: bool) -> None:
-    """acts [sum(sizes)·TILE], a row a feature: fill every layer after the input; ReLU inside, sigmoid (squash) or ReLU at the end."""
-    kind = weights.dtype.type
-    one, zero = kind(1), kind(0)
-    source, at = 0, 0
-    for layer in range(sizes.size - 1):
-        fan_in, fan_out = sizes[layer], sizes[layer + 1]
-        target = source + fan_in
-        bias = at + fan_in * fan_out
-        for o in range(fan_out):
-            out, b = _row(acts, target + o), weights[bias + o]
-            for s in range(n):
-                out[s] = b
-        _mix(acts, source, fan_in, acts, target, fan_out, weights, at, fan_in, 1, n)
-        for o in range(fan_out):
-            out = _row(acts, target + o)
-            if squash and layer == sizes.size - 2:
-                for s in range(n):
-                    tail = exp_minus(abs(out[s]))
-                    out[s] = (one if out[s] > zero else tail) / (one + tail)
-            else:
-                for s in range(n):
-                    out[s] = max(out[s], zero)
-        source = target
-        at = bias + fan_out
-
-
-@njit(fastmath=FAST, error_model=DIVIDE)
-def _backward(
-    weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, delta: np.ndarray, grad: np.ndarray, n: int, of_weights: bool, of_input: bool
-) -> None:
-    """delta ends with the slopes of the last layer; add to `grad` (of the weights) and fill the first rows of `delta` (of the input)."""
-    zero = weights.dtype.type(0)
-    target, end = 0, 0
-    for layer in range(sizes.size - 1):
-        target += sizes[layer]
-        end += sizes[layer] * sizes[layer + 1] + sizes[layer + 1]
-    for layer in range(sizes.size - 2, -1, -1):
-        fan_in, fan_out = sizes[layer], sizes[layer + 1]
-        source = target - fan_in
-        bias = end - fan_out
-        at = bias - fan_in * fan_out
-        if of_weights:
-            for o in range(0, fan_out, 2):
-                done = _products_of_two(delta, target + o, acts, source, fan_in, grad, at + o * fan_in, n) if o + 1 < fan_out else 0
-                for one in range(o, min(o + 2, fan_out)):
-                    up, sum_up = _row(delta, target + one), zero
-                    for s in range(n):
-                        sum_up += up[s]
-                    grad[bias + one] += sum_up
-                    _products(delta, target + one, acts, source + done, fan_in - done, grad, at + one * fan_in + done, n)
-        if layer > 0 or of_input:
-            for i in range(fan_in):
-                down = _row(delta, source + i)
-                for s in range(n):
-                    down[s] = zero
-            _mix(delta, target, fan_out, delta, source, fan_in, weights, at, 1, fan_in, n)
-        if layer > 0:
-            for i in range(fan_in):
-                down, out = _row(delta, source + i), _row(acts, source + i)
-                for s in range(n):
-                    down[s] = down[s] if out[s] > zero else zero
-        target = source
-        end = at
+        error[s], value = _slope(logit[s], pos[s], neg[s], share, kind(1))
+        summed += value
+    return summed
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
 def _dot_step(
-    rows: Moving, person: Moving, pos: np.ndarray, neg: np.ndarray, share: float, rates: tuple[float, float], tiny: float, box: np.ndarray
+    rows: Moving,
+    person: Moving,
+    pos: np.ndarray,
+    neg: np.ndarray,
+    share: float,
+    rates: tuple[float, float],
+    tiny: float,
+    slopes: np.ndarray,
+    sums: np.ndarray,
 ) -> float:
-    """One batch of a client: an Adam step of its rows [d, T] and its vector [d]; returns the summed loss. box: room for [2, T]."""
+    """One batch of a client: an Adam step of its rows, WIDTH of them side by side, and its vector [d]; returns the summed loss."""
     q, first, second = rows
     p, first_p, second_p = person
-    d, n = q.shape
-    logit, error = box[0], box[1]
-    logit[:] = 0
-    for j in range(d):
-        for s in range(n):
-            logit[s] += p[j] * q[j, s]
-    total = _slopes(logit, pos, neg, n, share, error)
+    d, kind = p.size, p.dtype.type
+    rate, scale, zero = kind(rates[0]), kind(rates[1]), kind(0)
+    sums[:] = zero
+    loss = spread(zero)
+    for s in range(0, pos.size, WIDTH):  # a loop of its own: blocks do not wait for each other
+        a, b, at = spread(zero), spread(zero), s * d
+        for j in range(0, d - 1, 2):
+            a = a + repeat(p, j) * take(q, at)
+            b = b + repeat(p, j + 1) * take(q, at + WIDTH)
+            at += 2 * WIDTH
+        if d % 2:
+            a = a + repeat(p, d - 1) * take(q, at)
+        error, value = _slope(a + b, take(pos, s), take(neg, s), share, kind(1))
+        put(slopes, s, error)
+        loss = loss + value
+    for s in range(0, pos.size, WIDTH):
+        error, at = take(slopes, s), s * d
+        for j in range(d):
+            put(sums, j * WIDTH, take(sums, j * WIDTH) + error * take(q, at + j * WIDTH))
+        for j in range(0, d - 3, 4):
+            a, b, c = at + WIDTH, at + 2 * WIDTH, at + 3 * WIDTH
+            m0, d0 = _moments(first, second, at, repeat(p, j) * error, scale, tiny)
+            m1, d1 = _moments(first, second, a, repeat(p, j + 1) * error, scale, tiny)
+            m2, d2 = _moments(first, second, b, repeat(p, j + 2) * error, scale, tiny)
+            m3, d3 = _moments(first, second, c, repeat(p, j + 3) * error, scale, tiny)
+            s0, s1, s2, s3 = _shares(rate, d0, d1, d2, d3)
+            put(q, at, take(q, at) - m0 * s0)
+            put(q, a, take(q, a) - m1 * s1)
+            put(q, b, take(q, b) - m2 * s2)
+            put(q, c, take(q, c) - m3 * s3)
+            at += 4 * WIDTH
+        for j in range(d // 4 * 4, d):
+            m0, d0 = _moments(first, second, at, repeat(p, j) * error, scale, tiny)
+            put(q, at, take(q, at) - rate * m0 / d0)
+            at += WIDTH
     gp = np.empty(d, p.dtype)
     for j in range(d):
-        gp[j] = _adam_along(q[j], first[j], second[j], error, p[j], rates, tiny)
+        gp[j] = across(take(sums, j * WIDTH))
     _adam(p, gp, first_p, second_p, rates, tiny)
-    return total
-
-
-@njit(fastmath=FAST, error_model=DIVIDE)
-def _merge_weights(own: np.ndarray, sent: np.ndarray, start: int, n: int, w: np.ndarray, sizes: np.ndarray, acts: np.ndarray) -> None:
-    """Fill acts with [own, sent - own] of the rows from `start` on, n of them, and all layers; it ends with rho. own, sent [d, T]"""
-    d = own.shape[0]
-    for j in range(d):
-        mine, other, x, change = own[j, start:], sent[j, start:], _row(acts, j), _row(acts, d + j)
-        for s in range(n):
-            x[s] = mine[s]
-            change[s] = other[s] - mine[s]
-    _forward(w, sizes, acts, n, True)
+    return across(loss)
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
@@ -426,53 +284,55 @@ def _elastic_step(
     rates: tuple[float, float],
     rates_adapter: tuple[float, float],
     tiny: float,
-    acts: np.ndarray,
-    delta: np.ndarray,
+    tiles: tuple[np.ndarray, np.ndarray],
+    room: tuple[np.ndarray, np.ndarray],
 ) -> float:
-    """One batch of a client over its n rows in the batch, own and sent [d, T]: a step of the adapter, then one of its vector [d].
+    """One batch of a client over its n rows in the batch, own and sent, WIDTH of them side by side: a step of the adapter, then of p [d].
 
-    gq [d, T] becomes the gradient of the rows; returns the summed loss.
+    gq becomes the gradient of the rows; returns the summed loss. room: two rows, and zeros for the widest layer.
     """
     p, first_p, second_p = person
     w, first_w, second_w = adapter
-    kind = p.dtype.type
+    d, kind = p.size, p.dtype.type
     one, zero = kind(1), kind(0)
-    d = len(p)
     gp, gw = np.zeros(d, p.dtype), np.zeros(len(w), p.dtype)
-    both, error, part = np.empty(2 * TILE, p.dtype), np.empty(TILE, p.dtype), np.empty(TILE, p.dtype)
+    (acts, delta), (slopes, nothing) = tiles, room
     last = sizes.sum() - 1
-    total = 0.0
+    loss = spread(zero)
     for phase in range(2):
         for start in range(0, n, TILE):
             b = min(TILE, n - start)
-            _merge_weights(own, sent, start, b, w, sizes, acts)
-            rho, top = _row(acts, last), _row(delta, last)
-            both[:] = zero  # p·own and p·(sent - own)
-            _mix_one(acts, 0, d, both, 0, p, 0, 1, b)
-            _mix_one(acts, d, d, both, 1, p, 0, 1, b)
-            change = _row(both, 1)
-            for s in range(b):
-                part[s] = both[s] + rho[s] * change[s]
-            value = _slopes(part, pos[start:], neg[start:], b, share, error)
-            for s in range(b):
-                slope = error[s] * change[s] * rho[s] * (one - rho[s])
-                top[s] = slope if abs(slope) > tiny else zero
-            _backward(w, sizes, acts, delta, gw, b, phase == 0, phase == 1)
+            for s in range(0, b, WIDTH):
+                for j in range(d):
+                    at = (start + s) * d + j * WIDTH
+                    mine = take(own, at)
+                    put(acts, j * TILE + s, mine)
+                    put(acts, (d + j) * TILE + s, take(sent, at) - mine)
+            forward(w, sizes, acts, b, True)
+            for s in range(0, b, WIDTH):
+                rho, change = take(acts, last * TILE + s), mixed(spread(zero), acts, d, d, s, p, 0, 1)
+                logit = mixed(rho * change, acts, 0, d, s, p, 0, 1)
+                error, value = _slope(logit, take(pos, start + s), take(neg, start + s), share, one)
+                top = error * change * rho * (one - rho)
+                put(delta, last * TILE + s, pick(magnitude(top), tiny, top, spread(zero)))
+                put(slopes, s, error)
+                put(slopes, TILE + s, error * rho)
+                if phase == 1:
+                    loss = loss + value
+            backward(w, sizes, acts, delta, gw, nothing, b, phase == 0, phase == 1)
             if phase == 0:
                 continue
-            total += value
-            for s in range(b):
-                part[s] = error[s] * rho[s]
-            _products(error, 0, acts, 0, d, gp, 0, b)
-            _products(part, 0, acts, d, d, gp, 0, b)
-            for j in range(d):
-                out, down, down_change, weight = gq[j, start:], _row(delta, j), _row(delta, d + j), p[j]
-                for s in range(b):
-                    out[s] = down[s] - down_change[s] + (error[s] - part[s]) * weight
+            products(slopes, 0, 1, acts, 0, d, gp, 0, b)
+            products(slopes, 1, 1, acts, d, d, gp, 0, b)
+            for s in range(0, b, WIDTH):
+                rest = take(slopes, s) - take(slopes, TILE + s)
+                for j in range(d):
+                    down = take(delta, j * TILE + s) - take(delta, (d + j) * TILE + s)
+                    put(gq, (start + s) * d + j * WIDTH, down + repeat(p, j) * rest)
         if phase == 0:
             _adam(w, gw, first_w, second_w, rates_adapter, tiny)
     _adam(p, gp, first_p, second_p, rates, tiny)
-    return total
+    return across(loss)
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
@@ -489,36 +349,12 @@ def _count(local: np.ndarray, label: np.ndarray, order: np.ndarray, pos: np.ndar
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
-def _take(table: np.ndarray, row: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """[T, d] these rows of a table, which `out` [d, T] takes side by side. Two loops: the first one's cache misses overlap."""
-    d = table.shape[1]
-    rows = np.empty((row.size, d), table.dtype)
-    for i in range(row.size):
-        source = table[row[i]]
-        for j in range(d):
-            rows[i, j] = source[j]
-    for i in range(row.size):
-        for j in range(d):
-            out[j, i] = rows[i, j]
-    return rows
-
-
-@njit(fastmath=FAST, error_model=DIVIDE)
-def _pick(pos: np.ndarray, neg: np.ndarray, q: np.ndarray, g: np.ndarray, used: np.ndarray, out: np.ndarray) -> int:
-    """The rows that a batch uses, side by side: their numbers in `used`; q, g [d, T], room for gradients, pos and neg in `out`."""
-    d, k = len(q), 0
-    for i in range(pos.size):
-        used[k] = i
-        if pos[i] + neg[i] > 0:
-            k += 1
-    for j in range(d):
-        for i in range(k):
-            out[j, i] = q[j, used[i]]
-            out[d + j, i] = g[j, used[i]]
+def _pick_rows(used: np.ndarray, k: int, d: int, rows: np.ndarray, out: np.ndarray) -> None:
+    """`out` takes the first k of the rows `used`, WIDTH side by side as `rows` are."""
     for i in range(k):
-        out[3 * d, i] = pos[used[i]]
-        out[3 * d + 1, i] = neg[used[i]]
-    return k
+        at, source = place_of(i, d), place_of(used[i], d)
+        for j in range(d):
+            out[at + j * WIDTH] = rows[source + j * WIDTH]
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
@@ -544,27 +380,27 @@ def _train_client(
     """All local steps of one client on the rows of `table` that it touches; p and w are trained in place.
 
     The trained rows go back to the table, or, if `change` has room, how they changed goes there. Returns running mean loss and steps.
-    Within a step a row is looked at once however many samples use it; rows lie side by side ([d, T]), so that loops over them are long.
+    Within a step a row is looked at once however many samples use it; WIDTH rows lie side by side, a number of each next to the others'.
     """
     n, t, d = local.size, row.size, p.size
     kind = p.dtype.type
-    width = -(-t // LANES) * LANES
+    width = padded(t)
     cut = n > batch
-    rows = np.zeros((d, width), p.dtype), np.zeros((d, width), p.dtype), np.zeros((d, width), p.dtype)
+    rows = zeros(d * width, p), zeros(d * width, p), zeros(d * width, p)
     person = p, np.zeros(d, p.dtype), np.zeros(d, p.dtype)
-    q, work = rows[0], np.zeros((4, max(width, TILE)), p.dtype)
-    pos, neg, box = work[0, :width], work[1, :width], work[2:]
-    before = _take(table, row, q)
+    q, pos, neg, slopes, sums = rows[0], zeros(width, p), zeros(width, p), zeros(width, p), zeros(d * WIDTH, p)
+    take_rows(table, row, q, 0, d * WIDTH, WIDTH)
     order = np.empty(n, np.int64)
     # what the merge needs; in_batch: the rows of a batch side by side
     wide, layers, size = (width, sizes.sum(), w.size) if elastic else (0, 0, 0)
-    g, gq, tiles = np.zeros((d, wide), p.dtype), np.zeros((d, wide), p.dtype), np.zeros((2, layers * TILE), p.dtype)
+    g, gq, tiles = zeros(d * wide, p), zeros(d * wide, p), (zeros(layers * TILE, p), zeros(layers * TILE, p))
     adapter = w, np.zeros(size, p.dtype), np.zeros(size, p.dtype)
-    in_batch = np.zeros((3 * d + 2 if cut else 0, wide), p.dtype)
-    used = np.empty(wide if cut else 0, np.int64)
+    room = zeros(2 * TILE if elastic else 0, p), zeros(layers, p)
+    some = wide if cut else 0
+    in_batch, used = (zeros(d * some, p), zeros(d * some, p), zeros(d * some, p), zeros(some, p), zeros(some, p)), np.empty(some, np.int64)
     if elastic:
-        _take(sent, row, g)
-    step, total, seen, mean = 0, 0.0, 0, 0.0
+        take_rows(sent, row, g, 0, d * WIDTH, WIDTH)
+    step, summed, seen, mean = 0, 0.0, 0, 0.0
     for epoch in range(epochs):
         shuffle(order, key, epoch, batch)
         for start in range(0, n, batch):
@@ -575,30 +411,41 @@ def _train_client(
             step += 1
             rates, rates_adapter = _rates(step, lr), _rates(step, lr_adapter)
             if not elastic:
-                total += _dot_step(rows, person, pos, neg, share, rates, tiny, box)
+                summed += _dot_step(rows, person, pos, neg, share, rates, tiny, slopes, sums)
             elif cut:
-                k = _pick(pos, neg, q, g, used, in_batch)
-                own, other, grad = in_batch[:d], in_batch[d : 2 * d], in_batch[2 * d : 3 * d]
-                total += _elastic_step(own, other, grad, person, adapter, sizes, in_batch[3 * d], in_batch[3 * d + 1], k, share, rates,
-                                       rates_adapter, tiny, tiles[0], tiles[1])  # fmt: skip
+                own, other, grad, positive, negative = in_batch
+                positive[:], negative[:] = kind(0), kind(0)
+                k = 0
+                for i in range(t):
+                    if pos[i] + neg[i] > 0:
+                        used[k], positive[k], negative[k] = i, pos[i], neg[i]
+                        k += 1
+                _pick_rows(used, k, d, q, own)
+                _pick_rows(used, k, d, g, other)
+                summed += _elastic_step(own, other, grad, person, adapter, sizes, positive, negative, padded(k), share, rates,
+                                        rates_adapter, tiny, tiles, room)  # fmt: skip
                 gq[:] = kind(0)
-                for j in range(d):
-                    for i in range(k):
-                        gq[j, used[i]] = grad[j, i]
+                for i in range(k):
+                    at, source = place_of(used[i], d), place_of(i, d)
+                    for j in range(d):
+                        gq[at + j * WIDTH] = grad[source + j * WIDTH]
             else:
-                total += _elastic_step(q, g, gq, person, adapter, sizes, pos, neg, width, share, rates, rates_adapter, tiny,
-                                       tiles[0], tiles[1])  # fmt: skip
+                summed += _elastic_step(q, g, gq, person, adapter, sizes, pos, neg, width, share, rates, rates_adapter, tiny,
+                                        tiles, room)  # fmt: skip
             if elastic:
-                all_of = d * width
-                _adam(q.reshape(all_of), gq.reshape(all_of), rows[1].reshape(all_of), rows[2].reshape(all_of), rates, tiny)
+                _adam(q, gq, rows[1], rows[2], rates, tiny)
             seen += stop - start
-        mean, settled = _settled(total, seen, mean, tolerance, epoch)
+        mean, settled = _settled(summed, seen, mean, tolerance, epoch)
         if settled:
             break
-    for i in range(t):
-        out = change[i] if len(change) else table[row[i]]
-        for j in range(d):
-            out[j] = q[j, i] - before[i, j] if len(change) else q[j, i]
+    if len(change):
+        before = rows[1]
+        take_rows(table, row, before, 0, d * WIDTH, WIDTH)
+        for at in range(0, d * width, WIDTH):
+            put(q, at, take(q, at) - take(before, at))
+        give_rows(q, np.arange(t), change)
+    else:
+        give_rows(q, row, table)
     return mean, step
 
 
@@ -637,6 +484,11 @@ def train_rows(
     """
     for c in prange(who.size):
         mine, rows = slice(begin[c], begin[c] + count[c]), slice(row_begin[c], row_begin[c] + touched[c])
+        later = min(c + 1, who.size - 1)
+        theirs = row[row_begin[later] : row_begin[later] + touched[later]]
+        fetch(tables[place[later]], theirs)
+        if slot[later] >= 0:
+            fetch(sent[slot[later]], theirs)
         if count[c]:
             loss[c], steps[c] = _train_client(
                 stream[c], local[mine], label[mine], row[rows], tables[place[c]], user[who[c]], sent[max(slot[c], 0)], slot[c] >= 0,
@@ -646,14 +498,14 @@ def train_rows(
 
 @njit(fastmath=FAST, error_model=DIVIDE)
 def _merge_weights_of(item: np.ndarray, table: np.ndarray, sent: np.ndarray, w: np.ndarray, sizes: np.ndarray, acts: np.ndarray) -> None:
-    """As _merge_weights for these items of whole tables [M, d], TILE of them at most."""
-    n, d = item.size, table.shape[1]
-    for s in range(n):
-        i = item[s]
-        for j in range(d):
-            acts[j * TILE + s] = table[i, j]
-            acts[(d + j) * TILE + s] = sent[i, j] - table[i, j]
-    _forward(w, sizes, acts, -(-n // LANES) * LANES, True)
+    """Fill acts with [own, sent - own] of these items, TILE of them at most, and all layers; it ends with rho."""
+    n, d = padded(item.size), table.shape[1]
+    take_rows(table, item, acts, 0, WIDTH, TILE)
+    take_rows(sent, item, acts, d * TILE, WIDTH, TILE)
+    for j in range(d):
+        for y in range(j * TILE, j * TILE + n, WIDTH):
+            put(acts, y + d * TILE, take(acts, y + d * TILE) - take(acts, y))
+    forward(w, sizes, acts, n, True)
 
 
 @njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
@@ -662,11 +514,14 @@ def merge_elastic(tables: np.ndarray, who: np.ndarray, sent: np.ndarray, slot: n
     _, items, d = tables.shape
     everything = np.arange(items)
     for c in prange(who.size):
-        acts = np.zeros(sizes.sum() * TILE, tables.dtype)
-        rho = _row(acts, sizes.sum() - 1)
+        acts = zeros(sizes.sum() * TILE, tables)
+        rho = row_of(acts, sizes.sum() - 1)
         table = tables[who[c]]
         for start in range(0, items, TILE):
             item = everything[start : start + TILE]
+            later = everything[start + TILE : start + 2 * TILE]
+            fetch(table, later)
+            fetch(sent[slot[c]], later)
             _merge_weights_of(item, table, sent[slot[c]], adapter[who[c]], sizes, acts)
             for s in range(item.size):
                 own, other, share = table[start + s], sent[slot[c], start + s], rho[s]
@@ -692,45 +547,23 @@ def score_rows(
     d = user.shape[1]
     for c in prange(who.size):
         table, p, item = tables[place[c]], user[who[c]], items[c % len(items)]
+        if len(items) > 1:
+            fetch(table, item)
         for s in range(item.size):
             i, logit = item[s], kind(0)
             for j in range(d):
                 logit += p[j] * table[i, j]
             out[c, s] = logit
         if slot[c] >= 0:
-            acts, change = np.zeros(sizes.sum() * TILE, tables.dtype), np.empty(TILE, tables.dtype)
-            rho = _row(acts, sizes.sum() - 1)
+            acts, change = zeros(sizes.sum() * TILE, tables), zeros(TILE, tables)
+            rho = row_of(acts, sizes.sum() - 1)
             for start in range(0, item.size, TILE):
                 some = item[start : start + TILE]
                 _merge_weights_of(some, table, sent[slot[c]], adapter[who[c]], sizes, acts)
-                change[:] = kind(0)
-                _mix_one(acts, d, d, change, 0, p, 0, 1, TILE)
+                for s in range(0, some.size, WIDTH):
+                    put(change, s, mixed(spread(kind(0)), acts, d, d, s, p, 0, 1))
                 for s in range(some.size):
                     out[c, start + s] += rho[s] * change[s]
-
-
-@njit(inline="always", fastmath=FAST, error_model=DIVIDE)
-def _adamw(
-    param: np.ndarray,
-    grad: np.ndarray,
-    first: np.ndarray,
-    second: np.ndarray,
-    rate: float,
-    root: float,
-    decay: float,
-    scale: float,
-    tiny: float,
-) -> None:
-    """One AdamW step over flat arrays, in place, along scale·grad. rate = lr / (1 - b1^t), root = 1 / sqrt(1 - b2^t)."""
-    kind = param.dtype.type
-    b1, b2, c1, c2 = kind(BETA1), kind(BETA2), kind(1 - BETA1), kind(1 - BETA2)
-    eps, zero = kind(EPSILON), kind(0)
-    for i in range(param.size):
-        g = scale * grad[i]
-        g = g if abs(g) > tiny else zero
-        first[i] = b1 * first[i] + c1 * g
-        second[i] = b2 * second[i] + c2 * g * g
-        param[i] = decay * param[i] - rate * first[i] / (np.sqrt(second[i]) * root + eps)
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
@@ -832,21 +665,20 @@ def train_neumf(
         if n == 0:
             continue
         p, q, w, h = user[c], rows[c], mlp[c], head[c]
-        size = min(batch, n)
         order = np.empty(n, np.int64)
         mq, vq, gq = np.empty((t, wide), user.dtype), np.empty((t, wide), user.dtype), np.empty((t, wide), user.dtype)
         mp, vp, gp = np.zeros(wide, user.dtype), np.zeros(wide, user.dtype), np.empty(wide, user.dtype)
         mw, vw, gw = np.zeros(w.size, user.dtype), np.zeros(w.size, user.dtype), np.empty(w.size, user.dtype)
         mh, vh, gh = np.zeros(h.size, user.dtype), np.zeros(h.size, user.dtype), np.empty(h.size, user.dtype)
-        gmf, acts, delta = np.empty(d * TILE, user.dtype), np.empty(layers * TILE, user.dtype), np.empty(layers * TILE, user.dtype)
+        gmf, acts, delta = zeros(d * TILE, user), zeros(layers * TILE, user), zeros(layers * TILE, user)
         small, gsmall = np.empty(w.size - hidden * half, user.dtype), np.empty(w.size - hidden * half, user.dtype)
-        logit, error, pos, neg = np.empty((4, TILE), user.dtype)
+        error, pos, neg = zeros(TILE, user), zeros(TILE, user), zeros(TILE, user)
         box = np.empty(2 * wide, user.dtype)
         terms = min(longest, FORGET[0] if user.itemsize == 4 else FORGET[1]) + 3
         share_at, scale_at = np.empty(terms, user.dtype), np.empty(terms, user.dtype)
-        both, sums = np.empty(d, user.dtype), np.empty(d, user.dtype)
-        moved_at, in_batch, distinct = np.full(t, -1), np.full(t, -1), np.empty(size, np.int64)
-        step, total, seen, mean = 0, 0.0, 0, 0.0
+        both, sums, nothing = np.empty(d, user.dtype), np.empty(d, user.dtype), np.zeros(layers, user.dtype)
+        moved_at, in_batch, distinct = np.full(t, -1), np.full(t, -1), np.empty(min(batch, n), np.int64)
+        step, summed, seen, mean = 0, 0.0, 0, 0.0
         for epoch in range(epochs):
             shuffle(order, stream[c], epoch, batch)
             for start in range(0, n, batch):
@@ -889,20 +721,22 @@ def train_neumf(
                             gmf[j * TILE + s] = q[i, j]
                         for j in range(half):
                             acts[j * TILE + s] = q[i, d + j]
-                    _forward(small, sizes, acts, b, False)
-                    logit[:] = h[d + deep]
-                    _mix_one(gmf, 0, d, logit, 0, both, 0, 1, b)
-                    _mix_one(acts, top, deep, logit, 0, h, d, 1, b)
-                    total += _slopes(logit, pos, neg, b, share, error)
-                    _products(error, 0, gmf, 0, d, sums, 0, b)
-                    _products(error, 0, acts, top, deep, gh, d, b)
-                    gh[d + deep] += error[:b].sum()
-                    for o in range(deep):
-                        down, out, weight = _row(delta, top + o), _row(acts, top + o), h[d + o]
-                        for s in range(b):
-                            down[s] = error[s] * weight if out[s] > 0 else zero
-                    _backward(small, sizes, acts, delta, gsmall, b, True, True)
-                    for s in range(b):
+                    pos[b:], neg[b:] = zero, zero
+                    b = padded(b)
+                    forward(small, sizes, acts, b, False)
+                    for s in range(0, b, WIDTH):
+                        logit = mixed(mixed(spread(h[d + deep]), gmf, 0, d, s, both, 0, 1), acts, top, deep, s, h, d, 1)
+                        slope, value = _slope(logit, take(pos, s), take(neg, s), share, one)
+                        put(error, s, slope)
+                        summed += across(value)
+                        gh[d + deep] += across(slope)
+                        for o in range(deep):
+                            at = (top + o) * TILE + s
+                            put(delta, at, pick(take(acts, at), zero, slope * h[d + o], spread(zero)))
+                    products(error, 0, 1, gmf, 0, d, sums, 0, b)
+                    products(error, 0, 1, acts, top, deep, gh, d, b)
+                    backward(small, sizes, acts, delta, gsmall, nothing, b, True, True)
+                    for s in range(min(b, stop - tile)):
                         row, slope = gq[local[c, order[tile + s]]], error[s]
                         for j in range(d):
                             row[j] += slope * both[j]
@@ -928,16 +762,16 @@ def train_neumf(
                         for j in range(wide):
                             square += row[j] * row[j]
                     scale = min(one, kind(clip / (math.sqrt(square) + 1e-6)))
-                rate, root = rates[step], roots[step]
+                pace = rates[step], roots[step]
                 for r in range(used):
                     i = distinct[r]
-                    _adamw(q[i], gq[i], mq[i], vq[i], rate, root, decay, scale, tiny)
-                _adamw(p, gp, mp, vp, rate, root, decay, scale, tiny)
-                _adamw(w, gw, mw, vw, rate, root, decay, scale, tiny)
-                _adamw(h, gh, mh, vh, rate, root, decay, scale, tiny)
+                    _adamw(q[i], gq[i], mq[i], vq[i], pace, decay, scale, tiny)
+                _adamw(p, gp, mp, vp, pace, decay, scale, tiny)
+                _adamw(w, gw, mw, vw, pace, decay, scale, tiny)
+                _adamw(h, gh, mh, vh, pace, decay, scale, tiny)
                 step += 1
                 seen += stop - start
-            mean, settled = _settled(total, seen, mean, tolerance, epoch)
+            mean, settled = _settled(summed, seen, mean, tolerance, epoch)
             if settled:
                 break
         for i in range(t):
@@ -967,22 +801,22 @@ def score_neumf(
     d, hidden, deep, layers = rows.shape[0], sizes[0], sizes[-1], sizes.sum()
     for c in prange(len(out)):
         mine = items[c % len(items)]
-        acts, gmf, logit = np.zeros(layers * TILE, base.dtype), np.zeros(d * TILE, base.dtype), np.empty(TILE, base.dtype)
+        acts, gmf, logit = zeros(layers * TILE, base), zeros(d * TILE, base), zeros(TILE, base)
         for start in range(0, mine.size, TILE):
             some = mine[start : start + TILE]
-            n = -(-some.size // LANES) * LANES
+            n = padded(some.size)
             for j in range(d):
-                x = _row(gmf, j)
+                x = row_of(gmf, j)
                 for s in range(some.size):
                     x[s] = rows[j, some[s]]
             for o in range(hidden):
-                x = _row(acts, o)
+                x = row_of(acts, o)
                 for s in range(some.size):
                     x[s] = max(base[c, o] + part[o, some[s]], zero)
-            _forward(upper, sizes, acts, n, False)
-            logit[:] = head[d + deep]
-            _mix_one(gmf, 0, d, logit, 0, both[c], 0, 1, n)
-            _mix_one(acts, layers - deep, deep, logit, 0, head, d, 1, n)
+            forward(upper, sizes, acts, n, False)
+            for s in range(0, n, WIDTH):
+                gmf_part = mixed(spread(head[d + deep]), gmf, 0, d, s, both[c], 0, 1)
+                put(logit, s, mixed(gmf_part, acts, layers - deep, deep, s, head, d, 1))
             out[c, start : start + TILE] = logit[: some.size]
 
 

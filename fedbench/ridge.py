@@ -10,7 +10,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from fedbench.algorithm import Batch
-from fedbench.fused import DIVIDE, FAST
+from fedbench.layers import DIVIDE, FAST
 
 
 class Ridge(NamedTuple):

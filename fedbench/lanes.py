@@ -1,0 +1,350 @@
+"""Sixteen numbers at a time: a vector type for kernels.
+
+The compiler makes vector instructions of a plain loop only where it can prove that arrays do not overlap, and it keeps no sums in
+registers over an outer loop. A kernel that works on `Lanes` says both itself, and says in which order sums are taken. What is no
+vector instruction of the machine becomes several. All functions here take numbers too, and are for compiled code only.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.datamodel import models
+from numba.extending import intrinsic as typed_intrinsic
+from numba.extending import overload, register_model
+
+intrinsic: Any = typed_intrinsic
+"""as kernels see them, without the first argument, which only the compiler gives"""
+WIDTH = 16
+"""numbers in one Lanes: 512 bits of float32"""
+EXACT = ("contract", "nsz")
+"""a product and a sum may become one instruction; nothing is reordered"""
+
+
+class Lanes(types.Type):
+    def __init__(self, kind: types.Float) -> None:
+        self.kind = kind
+        super().__init__(f"Lanes({kind})")
+
+
+@register_model(Lanes)
+class LanesModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, given: Lanes) -> None:
+        super().__init__(manager, given, ir.VectorType(manager.lookup(given.kind).get_value_type(), WIDTH))
+
+
+def kind_of(given: Any) -> Any:
+    """float32 or float64 of Lanes or of a number."""
+    return given.kind if isinstance(given, Lanes) else given
+
+
+def _common(*given: Any) -> Any:
+    """What an operation on these results in: Lanes if one of them is."""
+    return next((one for one in given if isinstance(one, Lanes)), given[0])
+
+
+def _filled(builder: Any, value: Any, vector: Any) -> Any:
+    """All lanes the same number."""
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), [0] * WIDTH))
+
+
+def _as(context: Any, builder: Any, value: Any, given: Any, wanted: Any) -> Any:
+    """A number or Lanes as what an operation results in."""
+    if isinstance(given, Lanes) or not isinstance(wanted, Lanes):
+        return value if given == wanted else context.cast(builder, value, given, wanted)
+    return _filled(builder, context.cast(builder, value, given, wanted.kind), context.get_value_type(wanted))
+
+
+def _elementwise(make: Callable[..., Any], arity: int) -> Any:
+    """An operation on each lane, or on numbers: make(builder, values..., their LLVM type) builds it."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        wanted = signature.return_type
+        cast = [_as(context, builder, *pair, wanted) for pair in zip(values, signature.args, strict=True)]
+        return make(builder, *cast, context.get_value_type(wanted))
+
+    def one(typing: Any, x: Any) -> Any:
+        return x(x), generate
+
+    def two(typing: Any, x: Any, y: Any) -> Any:
+        return _common(x, y)(x, y), generate
+
+    def four(typing: Any, x: Any, y: Any, yes: Any, no: Any) -> Any:
+        return _common(x, y, yes, no)(x, y, yes, no), generate
+
+    return intrinsic({1: one, 2: two, 4: four}[arity])
+
+
+def _with_lanes(operation: Any, instruction: str) -> None:
+    """Python's operator for Lanes, with Lanes or a number on the other side."""
+    apply = _elementwise(lambda builder, x, y, _: getattr(builder, instruction)(x, y, flags=EXACT), 2)
+
+    def chosen(x: Any, y: Any) -> Any:
+        return (lambda x, y: apply(x, y)) if isinstance(x, Lanes) or isinstance(y, Lanes) else None
+
+    overload(operation, strict=False)(chosen)
+
+
+for _operation, _instruction in (("add", "fadd"), ("sub", "fsub"), ("mul", "fmul"), ("truediv", "fdiv")):
+    _with_lanes(getattr(operator, _operation), _instruction)
+
+
+def _known(builder: Any, name: str, kind: Any, *values: Any) -> Any:
+    """A call of one of LLVM's own functions."""
+    scalar = kind.element if isinstance(kind, ir.VectorType) else kind
+    name += f".{'v16' if scalar is not kind else ''}{'f32' if isinstance(scalar, ir.FloatType) else 'f64'}"
+    function = builder.module.globals.get(name) or ir.Function(builder.module, ir.FunctionType(kind, [kind] * len(values)), name)
+    return builder.call(function, values)
+
+
+def _integers(kind: Any) -> tuple[Any, int, int]:
+    """Integers of a float type's size, how far its exponent is shifted, and the exponent of 1."""
+    scalar = kind.element if isinstance(kind, ir.VectorType) else kind
+    bits, shift, bias = (32, 23, 127) if isinstance(scalar, ir.FloatType) else (64, 52, 1023)
+    return ir.VectorType(ir.IntType(bits), WIDTH) if scalar is not kind else ir.IntType(bits), shift, bias
+
+
+def _halved(builder: Any, x: Any, times: Any, kind: Any) -> Any:
+    whole, shift, bias = _integers(kind)
+    power = builder.shl(builder.sub(ir.Constant(whole, bias), builder.fptosi(times, whole)), ir.Constant(whole, shift))
+    return builder.fmul(x, builder.bitcast(power, kind), flags=EXACT)
+
+
+square_root = _elementwise(lambda builder, x, kind: _known(builder, "llvm.sqrt", kind, x), 1)
+magnitude = _elementwise(lambda builder, x, kind: _known(builder, "llvm.fabs", kind, x), 1)
+whole = _elementwise(lambda builder, x, kind: builder.sitofp(builder.fptosi(x, _integers(kind)[0]), kind), 1)
+"""without its fraction"""
+halved = _elementwise(_halved, 2)
+"""halved(x, k): x / 2^k, k whole and at most the type's largest exponent"""
+pick = _elementwise(lambda builder, x, y, yes, no, _: builder.select(builder.fcmp_ordered(">", x, y), yes, no), 4)
+"""pick(x, y, a, b): a where x > y, else b"""
+
+
+@intrinsic
+def spread(typing: Any, value: Any) -> Any:
+    """A number as Lanes."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return _filled(builder, values[0], context.get_value_type(signature.return_type))
+
+    return Lanes(value)(value), generate
+
+
+def _pointer(context: Any, builder: Any, signature: Any, values: Any, array: int = 0, lanes: bool = False) -> Any:
+    """Where number values[array + 1] of values[array] lies. No check, and none for an index that counts from the end."""
+    place = builder.gep(context.make_array(signature.args[array])(context, builder, values[array]).data, [values[array + 1]])
+    return builder.bitcast(place, context.get_value_type(Lanes(signature.args[array].dtype)).as_pointer()) if lanes else place
+
+
+@intrinsic
+def take(typing: Any, array: Any, at: Any) -> Any:
+    """The numbers of a flat array from `at` on. Nothing checks that they are there."""
+    lanes = Lanes(array.dtype)
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.load(_pointer(context, builder, signature, values, lanes=True), align=array.dtype.bitwidth // 8)
+
+    return lanes(array, types.intp), generate
+
+
+@intrinsic
+def repeat(typing: Any, array: Any, at: Any) -> Any:
+    """One number of a flat array in all lanes, unchecked as well."""
+    lanes = Lanes(array.dtype)
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return _filled(builder, builder.load(_pointer(context, builder, signature, values)), context.get_value_type(lanes))
+
+    return lanes(array, types.intp), generate
+
+
+@intrinsic
+def put(typing: Any, array: Any, at: Any, value: Any) -> Any:
+    """Write them there."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        builder.store(values[2], _pointer(context, builder, signature, values, lanes=True), align=array.dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, value), generate
+
+
+@intrinsic
+def prefetch(typing: Any, array: Any, at: Any) -> Any:
+    """Have a number's cache line fetched, without waiting for it: many may be on their way at a time."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        place, whole = builder.bitcast(_pointer(context, builder, signature, values), ir.IntType(8).as_pointer()), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [place.type, whole, whole, whole])
+        function = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(builder.module, kind, "llvm.prefetch.p0")
+        read, keep, data = (ir.Constant(whole, value) for value in (0, 3, 1))
+        builder.call(function, [place, read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
+
+
+@intrinsic
+def turn(typing: Any, source: Any, here: Any, out: Any, there: Any) -> Any:
+    """Number j of the lanes at source[here[i]] becomes number i of the lanes at out[there[j]], for all i and j; unchecked."""
+    index, lanes = ir.VectorType(ir.IntType(32), WIDTH), Lanes(source.dtype)
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        vector, align = context.get_value_type(lanes).as_pointer(), source.dtype.bitwidth // 8
+
+        def place(array: int, places: int, i: int) -> Any:
+            data, starts = (context.make_array(signature.args[one])(context, builder, values[one]).data for one in (array, places))
+            at = builder.load(builder.gep(starts, [ir.Constant(ir.IntType(64), i)]))
+            return builder.bitcast(builder.gep(data, [at]), vector)
+
+        rows = [builder.load(place(0, 1, i), align=align) for i in range(WIDTH)]
+        for step in (8, 4, 2, 1):  # swap the blocks of this size that lie across the diagonal
+            for i in range(WIDTH):
+                if not i & step:
+                    low, high = rows[i], rows[i + step]
+                    first = [lane if not lane & step else WIDTH + lane - step for lane in range(WIDTH)]
+                    second = [lane + step if not lane & step else WIDTH + lane for lane in range(WIDTH)]
+                    rows[i], rows[i + step] = (builder.shuffle_vector(low, high, ir.Constant(index, lanes)) for lanes in (first, second))
+        for j in range(WIDTH):
+            builder.store(rows[j], place(2, 3, j), align=align)
+        return context.get_dummy_value()
+
+    return types.void(source, here, out, there), generate
+
+
+def _fold(builder: Any, left: Any, right: Any, half: int) -> Any:
+    """From one or two vectors with sums of 2·half lanes each, one with the same sums of `half` lanes each, left's first."""
+    lanes = range(left.type.count * (1 + (right is not left)))
+
+    def some(chosen: list[int]) -> Any:
+        return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(ir.IntType(32), len(chosen)), chosen))
+
+    return builder.fadd(some([i for i in lanes if not i & half]), some([i for i in lanes if i & half]), flags=EXACT)
+
+
+@intrinsic
+def across(typing: Any, value: Any) -> Any:
+    """The sum of all lanes, halves first."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        left = values[0]
+        for half in (8, 4, 2, 1):
+            left = _fold(builder, left, left, half)
+        return builder.extract_element(left, ir.Constant(ir.IntType(32), 0))
+
+    return value.kind(value), generate
+
+
+def _times(builder: Any, place: Any, left: Any, right: Any) -> None:
+    """Add a product to the lanes at a place."""
+    builder.store(builder.fadd(builder.load(place), builder.fmul(left, right, flags=EXACT), flags=EXACT), place)
+
+
+def mixer(outs: int, blocks: int) -> Any:
+    """A function that fills `outs` rows, `blocks` lanes of each, with weighted sums of other rows. All its sums are in registers at once.
+
+    mix(values, x, count, weights, w, by_out, by_in, begin, b, out, y, step): the lanes at out[y + o·step + ...] become
+    begin[b + o] + sum over k < count of weights[w + o·by_out + k·by_in] · the lanes at values[x + k·step + ...]
+    """
+
+    def mix(
+        typing: Any,
+        values: Any,
+        x: Any,
+        count: Any,
+        weights: Any,
+        w: Any,
+        by_out: Any,
+        by_in: Any,
+        begin: Any,
+        b: Any,
+        out: Any,
+        y: Any,
+        step: Any,
+    ) -> Any:
+        whole, align = types.intp, values.dtype.bitwidth // 8
+
+        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            vector = context.get_value_type(Lanes(values.dtype))
+
+            def at(array: int, *offsets: Any) -> Any:
+                place = _pointer(context, builder, signature, given, array)
+                for offset in offsets:
+                    place = builder.gep(place, [offset])
+                return place
+
+            def lanes(place: Any, block: int) -> Any:
+                return builder.bitcast(builder.gep(place, [ir.Constant(ir.IntType(64), block * WIDTH)]), vector.as_pointer())
+
+            def times(number: int, factor: Any) -> Any:
+                return builder.mul(ir.Constant(ir.IntType(64), number), factor)
+
+            sums = [[cgutils.alloca_once(builder, vector) for _ in range(blocks)] for _ in range(outs)]
+            for o, row in enumerate(sums):
+                first = _filled(builder, builder.load(at(7, ir.Constant(ir.IntType(64), o))), vector)
+                for place in row:
+                    builder.store(first, place)
+            with cgutils.for_range(builder, given[2]) as loop:
+                source, weight = at(0, builder.mul(loop.index, given[11])), at(3, builder.mul(loop.index, given[6]))
+                cells = [builder.load(lanes(source, block), align=align) for block in range(blocks)]
+                for o, row in enumerate(sums):
+                    factor = _filled(builder, builder.load(builder.gep(weight, [times(o, given[5])])), vector)
+                    for place, cell in zip(row, cells, strict=True):
+                        _times(builder, place, factor, cell)
+            for o, row in enumerate(sums):
+                for block, place in enumerate(row):
+                    builder.store(builder.load(place), lanes(at(9, times(o, given[11])), block), align=align)
+            return context.get_dummy_value()
+
+        return types.void(values, whole, whole, weights, whole, whole, whole, begin, whole, out, whole, whole), generate
+
+    return intrinsic(mix)
+
+
+def multiplier(ups: int) -> Any:
+    """A function that adds the products of `ups` rows with eight others to an array, all of them in registers at once.
+
+    multiply(up, x, acts, y, n, step, out, at, by): out[at + u·by + i] += the n numbers at up[x + u·step] · those at acts[y + i·step], i < 8
+    """
+
+    def multiply(typing: Any, up: Any, x: Any, acts: Any, y: Any, n: Any, step: Any, out: Any, at: Any, by: Any) -> Any:
+        whole, align = types.intp, up.dtype.bitwidth // 8
+
+        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            vector = context.get_value_type(Lanes(up.dtype))
+
+            def row(array: int, number: int, where: Any) -> Any:
+                place = _pointer(context, builder, signature, given, array)
+                far = builder.mul(ir.Constant(ir.IntType(64), number), given[5])
+                return builder.load(builder.bitcast(builder.gep(builder.gep(place, [far]), [where]), vector.as_pointer()), align=align)
+
+            sums = [[cgutils.alloca_once(builder, vector) for _ in range(8)] for _ in range(ups)]
+            for place in sum(sums, []):
+                builder.store(ir.Constant(vector, None), place)
+            stride = ir.Constant(ir.IntType(64), WIDTH)
+            with cgutils.for_range(builder, builder.udiv(given[4], stride)) as loop:
+                where = builder.mul(loop.index, stride)
+                left, right = [row(0, u, where) for u in range(ups)], [row(2, i, where) for i in range(8)]
+                for u in range(ups):
+                    for i in range(8):
+                        _times(builder, sums[u][i], left[u], right[i])
+            for u in range(ups):
+                values = [builder.load(place) for place in sums[u]]
+                for half in (8, 4, 2):
+                    values = [_fold(builder, *pair, half) for pair in zip(values[::2], values[1::2], strict=True)]
+                eight = _fold(builder, values[0], values[0], 1)
+                far = builder.mul(ir.Constant(ir.IntType(64), u), given[8])
+                place = builder.gep(_pointer(context, builder, signature, given, 6), [far])
+                place = builder.bitcast(place, eight.type.as_pointer())
+                builder.store(builder.fadd(builder.load(place, align=align), eight, flags=EXACT), place, align=align)
+            return context.get_dummy_value()
+
+        return types.void(up, whole, acts, whole, whole, whole, out, whole, whole), generate
+
+    return intrinsic(multiply)

@@ -1,0 +1,226 @@
+"""Parts of kernels: rows that lie side by side, weighted sums and products of them, and small networks over them.
+
+A network's numbers are kept feature by feature: row f of an array of rows of TILE numbers holds feature f of up to TILE samples.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numba import njit
+
+from fedbench.elementary import exp_minus
+from fedbench.lanes import WIDTH, across, magnitude, mixer, multiplier, pick, prefetch, put, repeat, spread, take, turn
+
+FAST = {"reassoc", "contract", "nsz"}
+"""sums may be reordered, as vector instructions need; infinities and NaN keep their meaning. Without arcp: vector instructions would
+divide less exactly than scalar ones, and which of them run can depend on where arrays happen to lie. For the same reason a loop that
+sums stores nothing into other arrays."""
+DIVIDE: Final = "numpy"
+"""no check for a zero divisor: it would keep every loop that divides from being vectorised"""
+TILE = 128
+"""rows whose layers are computed at once, a feature's numbers side by side"""
+mix_one, mix_eight, mix_eight_by_two = mixer(1, 1), mixer(8, 1), mixer(8, 2)
+multiply_one, multiply_two = multiplier(1), multiplier(2)
+
+
+@njit(inline="always")
+def padded(n: int) -> int:
+    """Rows are padded to a multiple of WIDTH, so that no loop over them has a remainder."""
+    return -(-n // WIDTH) * WIDTH
+
+
+@njit
+def zeros(n: int, like: np.ndarray) -> np.ndarray:
+    """n zeros of another array's type that begin where a cache line does: lanes that lie in two lines are read half as fast."""
+    room = np.zeros(n + WIDTH, like.dtype)
+    skip = -(room.ctypes.data // room.itemsize) % WIDTH
+    return room[skip : skip + n]
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def mixed(begin: float, values: np.ndarray, source: int, count: int, s: int, weights: np.ndarray, at: int, by: int) -> float:
+    """begin + sum over k < count of weights[at + k·by] · the lanes at s of row source + k of `values`; rows of TILE numbers."""
+    for k in range(count):
+        begin = begin + repeat(weights, at + k * by) * take(values, (source + k) * TILE + s)
+    return begin
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def mix_rows(
+    values: np.ndarray,
+    source: int,
+    count: int,
+    out: np.ndarray,
+    target: int,
+    begin: np.ndarray,
+    weights: np.ndarray,
+    at: int,
+    by_out: int,
+    by_in: int,
+    n: int,
+) -> None:
+    """Row target + o of `out` = begin[o] + sum over k of weights[at + o·by_out + k·by_in] · row source + k of `values`, n numbers of each.
+
+    Eight rows of two lanes at a time: their sums stay in registers, and what is read serves all of them.
+    """
+    s = 0
+    while s < n:
+        two = s + 2 * WIDTH <= n
+        x, y = source * TILE + s, target * TILE + s
+        for o in range(0, begin.size - 7, 8):
+            if two:
+                mix_eight_by_two(values, x, count, weights, at + o * by_out, by_out, by_in, begin, o, out, y + o * TILE, TILE)
+            else:
+                mix_eight(values, x, count, weights, at + o * by_out, by_out, by_in, begin, o, out, y + o * TILE, TILE)
+        for o in range(begin.size // 8 * 8, begin.size):
+            mix_one(values, x, count, weights, at + o * by_out, by_out, by_in, begin, o, out, y + o * TILE, TILE)
+            if two:
+                mix_one(values, x + WIDTH, count, weights, at + o * by_out, by_out, by_in, begin, o, out, y + o * TILE + WIDTH, TILE)
+        s += 2 * WIDTH if two else WIDTH
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def products(up: np.ndarray, row: int, ups: int, acts: np.ndarray, source: int, count: int, out: np.ndarray, at: int, n: int) -> None:
+    """out[at + u·count + i] += row row + u of up · row source + i of acts, for u < ups, i < count; rows of TILE numbers, n of each used."""
+    for u in range(ups):
+        x, to = (row + u) * TILE, at + u * count
+        for i in range(0, count - 7, 8):
+            if u % 2 == 0 and u + 1 < ups:
+                multiply_two(up, x, acts, (source + i) * TILE, n, TILE, out, to + i, count)
+            elif u % 2 == 0:
+                multiply_one(up, x, acts, (source + i) * TILE, n, TILE, out, to + i, count)
+        for i in range(count // 8 * 8, count):
+            a = spread(out.dtype.type(0))
+            for s in range(0, n, WIDTH):
+                a = a + take(up, x + s) * take(acts, (source + i) * TILE + s)
+            out[to + i] += across(a)
+
+
+@njit(inline="always")
+def row_of(acts: np.ndarray, i: int) -> np.ndarray:
+    """Row i of rows of TILE numbers."""
+    return acts[i * TILE : (i + 1) * TILE]
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def forward(weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, n: int, squash: bool) -> None:
+    """acts [sum(sizes)·TILE], a row a feature: fill every layer after the input; ReLU inside, sigmoid (squash) or ReLU at the end."""
+    one, zero = weights.dtype.type(1), weights.dtype.type(0)
+    source, at = 0, 0
+    for layer in range(sizes.size - 1):
+        fan_in, fan_out = sizes[layer], sizes[layer + 1]
+        target = source + fan_in
+        bias = at + fan_in * fan_out
+        end = bias + fan_out
+        mix_rows(acts, source, fan_in, acts, target, weights[bias:end], weights, at, fan_in, 1, n)
+        for o in range(target, target + fan_out):
+            for y in range(o * TILE, o * TILE + n, WIDTH):
+                x = take(acts, y)
+                if squash and layer == sizes.size - 2:
+                    tail = exp_minus(magnitude(x))
+                    put(acts, y, pick(x, zero, spread(one), tail) / (one + tail))
+                else:
+                    put(acts, y, pick(zero, x, spread(zero), x))
+        source = target
+        at = end
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def backward(
+    weights: np.ndarray,
+    sizes: np.ndarray,
+    acts: np.ndarray,
+    delta: np.ndarray,
+    grad: np.ndarray,
+    nothing: np.ndarray,
+    n: int,
+    of_weights: bool,
+    of_input: bool,
+) -> None:
+    """delta ends with the slopes of the last layer; add to `grad` (of the weights) and fill the first rows of `delta` (of the input).
+
+    nothing: zeros, as many as the widest layer has features
+    """
+    zero = weights.dtype.type(0)
+    target, end = 0, 0
+    for layer in range(sizes.size - 1):
+        target += sizes[layer]
+        end += sizes[layer] * sizes[layer + 1] + sizes[layer + 1]
+    for layer in range(sizes.size - 2, -1, -1):
+        fan_in, fan_out = sizes[layer], sizes[layer + 1]
+        source = target - fan_in
+        bias = end - fan_out
+        at = bias - fan_in * fan_out
+        if of_weights:
+            products(delta, target, fan_out, acts, source, fan_in, grad, at, n)
+            for o in range(fan_out):
+                slopes = spread(zero)
+                for s in range(0, n, WIDTH):
+                    slopes = slopes + take(delta, (target + o) * TILE + s)
+                grad[bias + o] += across(slopes)
+        if layer > 0 or of_input:
+            mix_rows(delta, target, fan_out, delta, source, nothing[:fan_in], weights, at, 1, fan_in, n)
+        if layer > 0:
+            for i in range(source, target):
+                for y in range(i * TILE, i * TILE + n, WIDTH):
+                    put(delta, y, pick(take(acts, y), zero, take(delta, y), spread(zero)))
+        target = source
+        end = at
+
+
+@njit(inline="always")
+def place_of(i: int, d: int) -> int:
+    """Where row i begins among rows of d numbers that lie WIDTH side by side: its next number is WIDTH further on."""
+    return i // WIDTH * WIDTH * d + i % WIDTH
+
+
+@njit(inline="always")
+def fetch(table: np.ndarray, row: np.ndarray) -> None:
+    """Have these rows of a table fetched: waited for one after another, they take three times as long."""
+    d = table.shape[1]
+    flat = table.reshape(-1)
+    for i in range(row.size):
+        for j in range(0, d, WIDTH):
+            prefetch(flat, row[i] * d + j)
+        prefetch(flat, row[i] * d + d - 1)
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def take_rows(table: np.ndarray, row: np.ndarray, out: np.ndarray, start: int, by_block: int, by: int) -> None:
+    """`out` takes these rows of a table, WIDTH side by side: a block of them every by_block numbers, a row's next number `by` further on.
+
+    The last block is filled up with the last row.
+    """
+    n, d, flat = row.size, table.shape[1], table.reshape(-1)
+    here, there = np.empty(WIDTH, np.int64), np.empty(WIDTH, np.int64)
+    for first in range(0, n, WIDTH):
+        for j in range(0, d, WIDTH):
+            for k in range(WIDTH):
+                here[k], there[k] = row[min(first + k, n - 1)] * d + j, start + (j + k) * by
+            if j + WIDTH <= d:
+                turn(flat, here, out, there)
+            else:
+                for i in range(d - j):
+                    for k in range(WIDTH):
+                        out[there[i] + k] = flat[here[k] + i]
+        start += by_block
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def give_rows(rows: np.ndarray, row: np.ndarray, table: np.ndarray) -> None:
+    """Rows that lie WIDTH side by side go to these places in a table."""
+    d, flat = table.shape[1], table.reshape(-1)
+    here, there = np.empty(WIDTH, np.int64), np.empty(WIDTH, np.int64)
+    for first in range(0, row.size, WIDTH):
+        count = min(WIDTH, row.size - first)
+        for j in range(0, d, WIDTH):
+            for k in range(WIDTH):
+                here[k], there[k] = first * d + (j + k) * WIDTH, row[min(first + k, row.size - 1)] * d + j
+            if count == WIDTH and j + WIDTH <= d:
+                turn(rows, here, flat, there)
+            else:
+                for i in range(min(WIDTH, d - j)):
+                    for k in range(count):
+                        flat[there[k] + i] = rows[here[i] + k]
