@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
+from numba import njit, prange
 from torch import Tensor
 
 from fedbench.errors import FedbenchError, NotFinite, UsageError
+from fedbench.lanes import WIDTH, put, repeat, spread, take
+from fedbench.layers import DIVIDE, FAST, TILE, padded, products, take_rows, zeros
 from fedbench.store import Disk, Picked, filled
 
 if TYPE_CHECKING:
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
 AVERAGES = ("sum", "cohort", "touching")
 BLOCK = 1 << 26
 """numbers a chunk of a large product may hold"""
-CACHED = 1 << 18
-"""the same where a chunk is looked at several times and should stay in a CPU's cache"""
 
 
 def alone(part: Tensor) -> Tensor:
@@ -101,18 +101,66 @@ def mean_of_whole_tables(rows: Rows, table: Tensor, kept: Tensor) -> Tensor:
 
 def signatures(tables: Tensor) -> Tensor:
     """[S, M, d] -> [S, M]: each client's items along the first principal component of its table, the largest entry positive."""
+    mean = tables.mean(dim=1)
+    covariance = torch.zeros(len(tables), tables.shape[2], tables.shape[2], dtype=torch.float64, device=tables.device)
     scores = tables.new_empty(tables.shape[:2])
-    size = max(1, (CACHED if tables.device.type == "cpu" else BLOCK) // max(1, tables[0].numel()))
-    for chunk, out in zip(tables.split(size), scores.split(size), strict=True):
-        centred = chunk - chunk.mean(dim=1, keepdim=True)
-        covariance = centred.transpose(1, 2) @ centred
-        if not covariance.isfinite().all():
-            raise NotFinite("an uploaded item table")
-        direction = torch.linalg.eigh(covariance.double()).eigenvectors[:, :, -1].to(tables.dtype)
-        out.copy_((centred @ direction.unsqueeze(-1)).squeeze(-1))
-        largest = out.gather(1, out.abs().argmax(dim=1, keepdim=True))
-        out.mul_(torch.where(largest < 0, -1.0, 1.0))
-    return scores
+    on_cpu = tables.device.type == "cpu"
+    size = max(1, BLOCK // max(1, tables[0].numel()))
+    if on_cpu:
+        _covariances(tables.numpy(), mean.numpy(), covariance.numpy())
+    else:
+        for chunk, centre, out in zip(tables.split(size), mean.split(size), covariance.split(size), strict=True):
+            centred = chunk - centre.unsqueeze(1)
+            out.copy_(centred.transpose(1, 2) @ centred)
+    if not covariance.isfinite().all():
+        raise NotFinite("an uploaded item table")
+    direction = torch.linalg.eigh(covariance).eigenvectors[:, :, -1].to(tables.dtype)
+    if on_cpu:
+        _along(tables.numpy(), mean.numpy(), direction.numpy(), scores.numpy())
+    else:
+        torch.matmul(tables, direction.unsqueeze(-1), out=scores.unsqueeze(-1))
+        scores -= (mean * direction).sum(dim=1, keepdim=True)
+    largest = scores.gather(1, scores.abs().argmax(dim=1, keepdim=True))
+    return scores.mul_(torch.where(largest < 0, -1.0, 1.0))
+
+
+@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
+def _covariances(tables: np.ndarray, mean: np.ndarray, out: np.ndarray) -> None:
+    """out [S, d, d] += the products of every table's columns less their means, which are summed in float64 over tiles of items."""
+    clients, items, d = tables.shape
+    everything = np.arange(items)
+    for c in prange(clients):
+        beside, part = zeros(d * TILE, tables), zeros(d * d, tables)
+        for start in range(0, items, TILE):
+            some = everything[start : start + TILE]
+            take_rows(tables[c], some, beside, 0, WIDTH, TILE)
+            for j in range(d):
+                for y in range(j * TILE, j * TILE + some.size, WIDTH):
+                    put(beside, y, take(beside, y) - repeat(mean[c], j))
+                beside[j * TILE + some.size : (j + 1) * TILE] = 0
+            products(beside, 0, d, beside, 0, d, part, 0, padded(some.size))
+            for j in range(d):
+                for k in range(d):
+                    out[c, j, k] += part[j * d + k]
+            part[:] = 0
+
+
+@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
+def _along(tables: np.ndarray, mean: np.ndarray, direction: np.ndarray, out: np.ndarray) -> None:
+    """out [S, M]: each row of a table less the mean, along the table's direction [S, d]."""
+    clients, items, d = tables.shape
+    everything = np.arange(items)
+    for c in prange(clients):
+        beside, scores = zeros(d * TILE, tables), zeros(TILE, tables)
+        for start in range(0, items, TILE):
+            some = everything[start : start + TILE]
+            take_rows(tables[c], some, beside, 0, WIDTH, TILE)
+            for s in range(0, some.size, WIDTH):
+                score = spread(tables.dtype.type(0))
+                for j in range(d):
+                    score = score + repeat(direction[c], j) * (take(beside, j * TILE + s) - repeat(mean[c], j))
+                put(scores, s, score)
+            out[c, start : start + TILE] = scores[: some.size]
 
 
 def similarity(vectors: Tensor, measure: str) -> Tensor:
