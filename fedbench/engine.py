@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -261,6 +262,25 @@ def pack(
                  move(count), count, touched, stream[position], halves[position], sent, epochs)  # fmt: skip
 
 
+class Spare:
+    """Arrays for what changes in a round, used again once nobody holds them: memory fresh from the system costs a fault for every page."""
+
+    def __init__(self) -> None:
+        self.kept: list[np.ndarray] = []
+        """two at most: a round's uploads are often held until the next one is done"""
+
+    def empty(self, rows: int, width: int, kind: type) -> np.ndarray:
+        """[rows, width] of any content."""
+        need = rows * width
+        free = [at for at in range(len(self.kept)) if sys.getrefcount(self.kept[at]) == 2]
+        fits = [at for at in free if self.kept[at].size >= need and self.kept[at].dtype == kind]
+        if not fits:
+            busy = [array for at, array in enumerate(self.kept) if at not in free]
+            self.kept = [*busy[-1:], np.empty(need + need // 8, kind)]  # the next cohort may be somewhat larger
+            fits = [-1]
+        return self.kept[fits[0]][:need].reshape(rows, width)
+
+
 class Engine:
     """Runs cohorts of one algorithm. Holds how to run (device, block size, kernels), not what was learnt."""
 
@@ -278,6 +298,7 @@ class Engine:
         self.algorithm, self.world, self.seed, self.device, self.dtype = algorithm, world, seed, device, dtype
         self.kernels = kernel == "auto" and device == "cpu"
         self.block_rows = block_rows or rows_that_fit(algorithm.dim, device)
+        self.spare = Spare()
         self.step: Callable[..., Any] = torch.compile(step, dynamic=True) if compile else step
 
     def of_world(self, world: World) -> Engine:
@@ -333,7 +354,7 @@ class Engine:
         a, n, counts, touched = self.algorithm, len(samples.clients), samples.counts, samples.touched
         losses, updates = np.zeros(n), 0
         own_tables = any(name in store.tensors for name in a.tables)
-        change: np.ndarray | None = None if own_tables else np.empty((len(samples.row), a.dim), host_type(self.dtype))
+        change: np.ndarray | None = None if own_tables else self.spare.empty(len(samples.row), a.dim, host_type(self.dtype))
         for some, place in places.items():
             assert place is not None
             plan, clients = place

@@ -22,7 +22,7 @@ from algorithms.local import Local
 from fedbench import store as store_file
 from fedbench.algorithm import Algorithm, Answer, Batch, Phase, Tensors, World
 from fedbench.draw import Draw, keys
-from fedbench.engine import Block, Engine, blocks, bytes_down, pack, sent_rows, vmapped
+from fedbench.engine import Block, Engine, Spare, blocks, bytes_down, pack, sent_rows, vmapped
 from fedbench.federation import Federation
 from fedbench.fused import DotBCE
 from fedbench.split import Samples, orders, sample_round
@@ -341,6 +341,39 @@ def test_training_in_place_equals_training_in_blocks_bit_for_bit(dtype: torch.dt
         assert one.clients == other.clients
         assert all(torch.equal(getattr(one, part), getattr(other, part)) for part in ("client", "item", "value"))
     assert torch.equal(federations[0].store.tensors["user"], federations[1].store.tensors["user"])
+
+
+@pytest.mark.parametrize("dim", [3, 16, 21, 34])
+@pytest.mark.parametrize("kind", [FedMF, FedEM, FedAvgNCF])
+def test_kernels_of_any_dimension_equal_the_generic_path(kind: type[Algorithm], dim: int) -> None:
+    """Kernels take numbers by fours and rows by sixteens: whatever is left over counts as well."""
+    given: dict[str, Any] = {"dim": dim, "batch_size": 24, "local_epochs": 2}
+    if kind is FedEM:
+        given["adapter"] = (2 * dim, 11, 3, 1)
+    if kind is FedAvgNCF:
+        given["dim"] = 2 * dim
+    found = []
+    for kernel in ("auto", "off"):
+        federation = Federation.start(kind(**given), small_split(), 0, dtype=torch.float64, kernel=kernel)
+        for _ in range(3):
+            federation.next_round()
+        found.append(federation.state())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-9)
+
+
+def test_room_is_used_again_once_nobody_holds_it() -> None:
+    spare = Spare()
+    first = spare.empty(80, 4, np.float32)
+    held = torch.from_numpy(spare.empty(80, 4, np.float32))
+    assert first.shape == (80, 4) and not np.shares_memory(first, held.numpy())
+    place = first.ctypes.data
+    del first
+    again = spare.empty(85, 4, np.float32)
+    assert again.ctypes.data == place and again.shape == (85, 4)
+    assert not np.shares_memory(spare.empty(10, 4, np.float32), again), "two are held: a third is made"
+    assert spare.empty(10, 4, np.float64).dtype == np.float64 and len(spare.kept) <= 2
+    held[:] = 1
+    assert not np.shares_memory(spare.empty(80, 4, np.float32), held.numpy())
 
 
 @pytest.mark.slow
