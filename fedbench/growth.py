@@ -104,6 +104,9 @@ def drawn(figures: Sequence[Figures]) -> Figure:
         for name in QUANTITIES[:3]:
             panel.loglog([one["size"] for one in mine], [one[f"{name}_cost"] for one in mine], marker="o", markersize=3, label=name)
         panel.set_xlabel(axis)
+        sizes = [one["size"] for one in mine]
+        panel.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        panel.set_xticks([], minor=True)
         panel.set_title(f"round: exponent {exponent(figures, axis):.2f}", fontsize=9)
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("CPU seconds a round")
