@@ -391,14 +391,15 @@ def _train_client(
     q, pos, neg, slopes, sums = rows[0], zeros(width, p), zeros(width, p), zeros(width, p), zeros(d * WIDTH, p)
     take_rows(table, row, q, 0, d * WIDTH, WIDTH)
     order = np.empty(n, np.int64)
-    # what the merge needs; in_batch: the rows of a batch side by side
-    wide, layers, size = (width, sizes.sum(), w.size) if elastic else (0, 0, 0)
-    g, gq, tiles = zeros(d * wide, p), zeros(d * wide, p), (zeros(layers * TILE, p), zeros(layers * TILE, p))
-    adapter = w, np.zeros(size, p.dtype), np.zeros(size, p.dtype)
-    room = zeros(2 * TILE if elastic else 0, p), zeros(layers, p)
-    some = wide if cut else 0
-    in_batch, used = (zeros(d * some, p), zeros(d * some, p), zeros(d * some, p), zeros(some, p), zeros(some, p)), np.empty(some, np.int64)
+    # what the merge needs; without one, stand-ins that are never read. in_batch: the rows of a batch side by side
+    g, gq, tiles, room, adapter, used = q, q, (q, q), (q, q), (q, q, q), order
+    in_batch = q, q, q, q, q
     if elastic:
+        layers, some = sizes.sum(), width if cut else 0
+        g, gq, tiles = zeros(d * width, p), zeros(d * width, p), (zeros(layers * TILE, p), zeros(layers * TILE, p))
+        room, adapter = (zeros(2 * TILE, p), zeros(layers, p)), (w, np.zeros(w.size, p.dtype), np.zeros(w.size, p.dtype))
+        used = np.empty(some, np.int64)
+        in_batch = zeros(d * some, p), zeros(d * some, p), zeros(d * some, p), zeros(some, p), zeros(some, p)
         take_rows(sent, row, g, 0, d * WIDTH, WIDTH)
     step, summed, seen, mean = 0, 0.0, 0, 0.0
     for epoch in range(epochs):
