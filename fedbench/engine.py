@@ -664,8 +664,9 @@ class Progress:
 
     @staticmethod
     def start(count: Tensor, dtype: torch.dtype) -> Progress:
-        zero = torch.zeros_like(count, dtype=dtype)
-        return Progress(zero, count > 0, zero, zero, zero)
+        # four tensors, not one for all: a step that is compiled for the same ones is compiled again when they differ
+        steps, total, seen, before = torch.zeros(4, *count.shape, dtype=dtype, device=count.device)
+        return Progress(steps, count > 0, total, seen, before)
 
     def mean(self) -> Tensor:
         return self.total / self.seen.clamp(min=1)
