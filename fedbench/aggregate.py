@@ -101,27 +101,36 @@ def mean_of_whole_tables(rows: Rows, table: Tensor, kept: Tensor) -> Tensor:
 
 def signatures(tables: Tensor) -> Tensor:
     """[S, M, d] -> [S, M]: each client's items along the first principal component of its table, the largest entry positive."""
-    mean = tables.mean(dim=1)
-    covariance = torch.zeros(len(tables), tables.shape[2], tables.shape[2], dtype=torch.float64, device=tables.device)
-    scores = tables.new_empty(tables.shape[:2])
-    on_cpu = tables.device.type == "cpu"
-    size = max(1, BLOCK // max(1, tables[0].numel()))
-    if on_cpu:
-        _covariances(tables.numpy(), mean.numpy(), covariance.numpy())
-    else:
-        for chunk, centre, out in zip(tables.split(size), mean.split(size), covariance.split(size), strict=True):
-            centred = chunk - centre.unsqueeze(1)
-            out.copy_(centred.transpose(1, 2) @ centred)
-    if not covariance.isfinite().all():
-        raise NotFinite("an uploaded item table")
-    direction = torch.linalg.eigh(covariance).eigenvectors[:, :, -1].to(tables.dtype)
-    if on_cpu:
-        _along(tables.numpy(), mean.numpy(), direction.numpy(), scores.numpy())
-    else:
-        torch.matmul(tables, direction.unsqueeze(-1), out=scores.unsqueeze(-1))
-        scores -= (mean * direction).sum(dim=1, keepdim=True)
+    scores = (_scores_on_cpu if tables.device.type == "cpu" else _scores_in_chunks)(tables)
     largest = scores.gather(1, scores.abs().argmax(dim=1, keepdim=True))
     return scores.mul_(torch.where(largest < 0, -1.0, 1.0))
+
+
+def _scores_in_chunks(tables: Tensor) -> Tensor:
+    """The same but for the sign, on any device."""
+    scores = tables.new_empty(tables.shape[:2])
+    size = max(1, BLOCK // max(1, tables[0].numel()))
+    for chunk, out in zip(tables.split(size), scores.split(size), strict=True):
+        centred = chunk - chunk.mean(dim=1, keepdim=True)
+        direction = _direction((centred.transpose(1, 2) @ centred).double(), tables.dtype)
+        out.copy_((centred @ direction.unsqueeze(-1)).squeeze(-1))
+    return scores
+
+
+def _scores_on_cpu(tables: Tensor) -> Tensor:
+    """The same by kernels, without a centred copy."""
+    mean, scores = tables.mean(dim=1), tables.new_empty(tables.shape[:2])
+    covariance = torch.zeros(len(tables), tables.shape[2], tables.shape[2], dtype=torch.float64)
+    _covariances(tables.numpy(), mean.numpy(), covariance.numpy())
+    _along(tables.numpy(), mean.numpy(), _direction(covariance, tables.dtype).numpy(), scores.numpy())
+    return scores
+
+
+def _direction(covariance: Tensor, dtype: torch.dtype) -> Tensor:
+    """[S, d, d] -> [S, d] the first principal components."""
+    if not covariance.isfinite().all():
+        raise NotFinite("an uploaded item table")
+    return torch.linalg.eigh(covariance).eigenvectors[:, :, -1].to(dtype)
 
 
 @njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)

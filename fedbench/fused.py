@@ -640,7 +640,7 @@ def train_neumf(
     loss: np.ndarray,
     steps: np.ndarray,
 ) -> None:
-    """As train_dot for NeuMF: user [C, w], rows [C, T, w], mlp [C, A] and head [C, d + h + 1] are trained in place.
+    """As train_rows for NeuMF, on blocks: user [C, w], rows [C, T, w], mlp [C, A] and head [C, d + h + 1] are trained in place.
 
     Two savings, both exact. The user's half of the MLP's input is the same for all samples of a batch: it enters the first layer as a
     bias, so `sizes` starts with the item's half. And a row that a batch does not touch takes its steps later, when it is needed.

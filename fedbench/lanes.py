@@ -2,7 +2,7 @@
 
 The compiler makes vector instructions of a plain loop only where it can prove that arrays do not overlap, and it keeps no sums in
 registers over an outer loop. A kernel that works on `Lanes` says both itself, and says in which order sums are taken. What is no
-vector instruction of the machine becomes several. All functions here take numbers too, and are for compiled code only.
+vector instruction of the machine becomes several. What works lane by lane takes numbers too. All of it is for compiled code only.
 """
 
 from __future__ import annotations

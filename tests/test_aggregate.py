@@ -107,10 +107,12 @@ def test_a_cap_that_cannot_hold_is_refused_and_the_one_advised_is_taken(size: in
 # ---- similarity ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", [aggregate.BLOCK, 200])
+@pytest.mark.parametrize("block", [None, aggregate.BLOCK, 200])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-3)])
-def test_signatures_against_sklearn(block: int, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aggregate, "BLOCK", block)  # 200: one client of 40 × 5 at a time
+def test_signatures_against_sklearn(block: int | None, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    if block:  # in chunks, as on a GPU; 200: one client of 40 × 5 at a time
+        monkeypatch.setattr(aggregate, "BLOCK", block)
+        monkeypatch.setattr(aggregate, "_scores_on_cpu", aggregate._scores_in_chunks)
     tables = normal(6, 40, 5) * torch.tensor([3.0, 2, 1, 1, 1]) + 10
     expected = []
     for table in tables.numpy():
