@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import get_num_threads, njit, prange
 
 from fedbench.elementary import exp_minus, log_one_plus
 from fedbench.lanes import WIDTH, across, magnitude, pick, put, repeat, spread, square_root, take
@@ -21,12 +21,13 @@ from fedbench.layers import (
     FAST,
     TILE,
     backward,
+    copy,
     fetch,
     forward,
     give_rows,
     mixed,
     padded,
-    place_of,
+    part,
     products,
     row_of,
     take_rows,
@@ -37,7 +38,8 @@ from fedbench.split import shuffle
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 """Adam's constants, as in torch.optim.Adam"""
 TINY = {4: 1e-17, 8: 1e-150}
-"""by bytes a number: a slope below this is 0, for its square would be subnormal and a hundred times slower to compute with"""
+"""by bytes a number: its square is added to that of every slope, so that no second moment is 0, or subnormal and a hundred times slower to
+compute with; next to EPSILON it is below rounding"""
 FORGET = (160, 360)
 """for float32, float64: steps without a gradient after which what is left of Adam's first moment is below rounding"""
 Moving = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -115,6 +117,15 @@ IN_BLOCKS = (NeuMFBCE, BiasedMSE, BiasedBCE)
 """plans whose kernels work on blocks of clients; the others' train them where their state lies"""
 
 
+@njit
+def _paces(steps: int) -> np.ndarray:
+    """[steps, 2]: Adam's corrections of every step, for a learning rate of 1."""
+    paces = np.empty((steps, 2))
+    for t in range(steps):
+        paces[t, 0], paces[t, 1] = _rates(t + 1, 1.0)
+    return paces
+
+
 @njit(inline="always")
 def _rates(step: int, lr: float) -> tuple[float, float]:
     """Adam's corrections of a step (from 1): lr / (1 - b1^step) and 1 / sqrt(1 - b2^step)."""
@@ -133,9 +144,8 @@ def _shares(rate: float, a: float, b: float, c: float, d: float) -> tuple[float,
 def _moments(first: np.ndarray, second: np.ndarray, at: int, g: float, scale: float, tiny: float) -> tuple[float, float]:
     """Adam's moments of the lanes at `at` after a gradient; returns the first and what to divide it by. scale = 1 / sqrt(1 - b2^step)"""
     kind = first.dtype.type
-    g = pick(magnitude(g), tiny, g, kind(0))
     m = kind(BETA1) * take(first, at) + kind(1 - BETA1) * g
-    v = kind(BETA2) * take(second, at) + kind(1 - BETA2) * g * g
+    v = kind(BETA2) * take(second, at) + (kind(1 - BETA2) * g * g + tiny * tiny)
     put(first, at, m)
     put(second, at, v)
     return m, square_root(v) * scale + kind(EPSILON)
@@ -154,7 +164,7 @@ def _adamw(
 ) -> None:
     """One AdamW step over flat arrays, in place, along slope·grad; constants in the arrays' type: a float64 would halve the speed."""
     kind = param.dtype.type
-    rate, scale, eps, zero = kind(rates[0]), kind(rates[1]), kind(EPSILON), kind(0)
+    rate, scale, eps = kind(rates[0]), kind(rates[1]), kind(EPSILON)
     b1, b2, c1, c2 = kind(BETA1), kind(BETA2), kind(1 - BETA1), kind(1 - BETA2)
     whole = param.size // (4 * WIDTH) * (4 * WIDTH)
     for at in range(0, whole, 4 * WIDTH):
@@ -168,11 +178,14 @@ def _adamw(
         put(param, i, decay * take(param, i) - m1 * s1)
         put(param, j, decay * take(param, j) - m2 * s2)
         put(param, k, decay * take(param, k) - m3 * s3)
-    for i in range(whole, param.size):
+    lanes = param.size // WIDTH * WIDTH
+    for at in range(whole, lanes, WIDTH):
+        m0, d0 = _moments(first, second, at, slope * take(grad, at), scale, tiny)
+        put(param, at, decay * take(param, at) - rate * m0 / d0)
+    for i in range(lanes, param.size):
         g = slope * grad[i]
-        g = g if abs(g) > tiny else zero
         first[i] = b1 * first[i] + c1 * g
-        second[i] = b2 * second[i] + c2 * g * g
+        second[i] = b2 * second[i] + (c2 * g * g + tiny * tiny)
         param[i] = decay * param[i] - rate * first[i] / (np.sqrt(second[i]) * scale + eps)
 
 
@@ -223,6 +236,7 @@ def _dot_step(
     tiny: float,
     slopes: np.ndarray,
     sums: np.ndarray,
+    gp: np.ndarray,
 ) -> float:
     """One batch of a client: an Adam step of its rows, WIDTH of them side by side, and its vector [d]; returns the summed loss."""
     q, first, second = rows
@@ -262,11 +276,28 @@ def _dot_step(
             m0, d0 = _moments(first, second, at, repeat(p, j) * error, scale, tiny)
             put(q, at, take(q, at) - rate * m0 / d0)
             at += WIDTH
-    gp = np.empty(d, p.dtype)
     for j in range(d):
         gp[j] = across(take(sums, j * WIDTH))
     _adam(p, gp, first_p, second_p, rates, tiny)
     return across(loss)
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def _less(x: np.ndarray, at: int, by: int, of: np.ndarray, n: int) -> None:
+    """x[at + i] -= of[by + i] for i < n."""
+    for i in range(0, n - WIDTH + 1, WIDTH):
+        put(x, at + i, take(x, at + i) - take(of, by + i))
+    for i in range(n // WIDTH * WIDTH, n):
+        x[at + i] -= of[by + i]
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def _see(w: np.ndarray, sizes: np.ndarray, seen: np.ndarray) -> None:
+    """Numbers of a network that gives for [own, sent] what w gives for [own, sent - own]: no row has to be subtracted from another."""
+    d = sizes[0] // 2
+    copy(w, 0, seen, 0, w.size)
+    for at in range(0, sizes[0] * sizes[1], 2 * d):
+        _less(seen, at, at + d, w, d)
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
@@ -285,80 +316,144 @@ def _elastic_step(
     rates_adapter: tuple[float, float],
     tiny: float,
     tiles: tuple[np.ndarray, np.ndarray],
-    room: tuple[np.ndarray, np.ndarray],
+    room: tuple[np.ndarray, ...],
 ) -> float:
     """One batch of a client over its n rows in the batch, own and sent, WIDTH of them side by side: a step of the adapter, then of p [d].
 
-    gq becomes the gradient of the rows; returns the summed loss. room: two rows, and zeros for the widest layer.
+    gq becomes the gradient of the rows; returns the summed loss. room: logits and slopes of all rows; p's gradient; what `_see` and
+    `backward` need.
     """
     p, first_p, second_p = person
     w, first_w, second_w = adapter
     d, kind = p.size, p.dtype.type
     one, zero = kind(1), kind(0)
-    gp, gw = np.zeros(d, p.dtype), np.zeros(len(w), p.dtype)
-    (acts, delta), (slopes, nothing) = tiles, room
+    (acts, delta), (mine, theirs, slopes, gp, seen, gw, nothing) = tiles, room
     last = sizes.sum() - 1
     loss = spread(zero)
+    gp[:], gw[:] = zero, zero
     for phase in range(2):
+        _see(w, sizes, seen)
         for start in range(0, n, TILE):
             b = min(TILE, n - start)
+            if phase == 0 or n > TILE:
+                for s in range(0, b, WIDTH):
+                    a, c, at = spread(zero), spread(zero), (start + s) * d
+                    for j in range(d):
+                        x, y = take(own, at + j * WIDTH), take(sent, at + j * WIDTH)
+                        a, c = a + repeat(p, j) * x, c + repeat(p, j) * y
+                        put(acts, j * TILE + s, x)
+                        put(acts, (d + j) * TILE + s, y)
+                    put(mine, start + s, a)
+                    put(theirs, start + s, c - a)
+            forward(seen, sizes, acts, b, True)
             for s in range(0, b, WIDTH):
-                for j in range(d):
-                    at = (start + s) * d + j * WIDTH
-                    mine = take(own, at)
-                    put(acts, j * TILE + s, mine)
-                    put(acts, (d + j) * TILE + s, take(sent, at) - mine)
-            forward(w, sizes, acts, b, True)
-            for s in range(0, b, WIDTH):
-                rho, change = take(acts, last * TILE + s), mixed(spread(zero), acts, d, d, s, p, 0, 1)
-                logit = mixed(rho * change, acts, 0, d, s, p, 0, 1)
+                rho, change = take(acts, last * TILE + s), take(theirs, start + s)
+                logit = take(mine, start + s) + rho * change
                 error, value = _slope(logit, take(pos, start + s), take(neg, start + s), share, one)
                 top = error * change * rho * (one - rho)
                 put(delta, last * TILE + s, pick(magnitude(top), tiny, top, spread(zero)))
-                put(slopes, s, error)
+                put(slopes, s, error - error * rho)
                 put(slopes, TILE + s, error * rho)
                 if phase == 1:
                     loss = loss + value
-            backward(w, sizes, acts, delta, gw, nothing, b, phase == 0, phase == 1)
-            if phase == 0:
-                continue
-            products(slopes, 0, 1, acts, 0, d, gp, 0, b)
-            products(slopes, 1, 1, acts, d, d, gp, 0, b)
-            for s in range(0, b, WIDTH):
-                rest = take(slopes, s) - take(slopes, TILE + s)
-                for j in range(d):
-                    down = take(delta, j * TILE + s) - take(delta, (d + j) * TILE + s)
-                    put(gq, (start + s) * d + j * WIDTH, down + repeat(p, j) * rest)
+            backward(seen, sizes, acts, delta, gw, nothing, b, phase == 0, d * phase)
+            if phase == 1:
+                products(slopes, 0, 1, acts, 0, d, gp, 0, b)
+                products(slopes, 1, 1, acts, d, d, gp, 0, b)
+                for s in range(0, b, WIDTH):
+                    rest = take(slopes, s)
+                    for j in range(d):
+                        put(gq, (start + s) * d + j * WIDTH, take(delta, j * TILE + s) + repeat(p, j) * rest)
         if phase == 0:
+            for at in range(0, sizes[0] * sizes[1], 2 * d):
+                _less(gw, at + d, at, gw, d)
             _adam(w, gw, first_w, second_w, rates_adapter, tiny)
     _adam(p, gp, first_p, second_p, rates, tiny)
     return across(loss)
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
-def _count(local: np.ndarray, label: np.ndarray, order: np.ndarray, pos: np.ndarray, neg: np.ndarray) -> None:
-    """How many samples of label 1 and of label 0 each row has in a batch."""
-    one = pos.dtype.type(1)
-    pos[:] = one - one
-    neg[:] = one - one
-    for at in order:
-        if label[at] > 0:
-            pos[local[at]] += one
-        else:
-            neg[local[at]] += one
+def _count(local: np.ndarray, label: np.ndarray, order: np.ndarray, counts: np.ndarray) -> None:
+    """How many samples of label 1, and then how many of label 0, each row has in a batch."""
+    counts[:] = 0
+    half = np.uint64(counts.size // 2)
+    for s in range(order.size):
+        at = np.uint64(order[s])  # unsigned: no check for what counts from the end
+        counts[np.uint64(local[at]) + np.uint64(label[at] <= 0) * half] += counts.dtype.type(1)
+
+
+@njit
+def _room(t: int, d: int, batch: int, sizes: np.ndarray, adapter: int) -> int:
+    """How many numbers the training of a client with t rows needs room for."""
+    plain = 4 * d * padded(t) + 3 * padded(t) + 3 * padded(d) + d * WIDTH
+    most = padded(min(t, batch))
+    return plain + (3 * d + 4) * most + 4 * padded(adapter) + 2 * (sizes.sum() + 1) * TILE + padded(sizes.sum())
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
-def _pick_rows(used: np.ndarray, k: int, d: int, rows: np.ndarray, out: np.ndarray) -> None:
-    """`out` takes the first k of the rows `used`, WIDTH side by side as `rows` are."""
-    for i in range(k):
-        at, source = place_of(i, d), place_of(used[i], d)
-        for j in range(d):
-            out[at + j * WIDTH] = rows[source + j * WIDTH]
+def _train_dot(
+    key: np.uint64,
+    local: np.ndarray,
+    label: np.ndarray,
+    row: np.ndarray,
+    table: np.ndarray,
+    p: np.ndarray,
+    epochs: int,
+    batch: int,
+    lr: float,
+    paces: np.ndarray,
+    tolerance: float,
+    tiny: float,
+    change: np.ndarray,
+    room: np.ndarray,
+) -> tuple[float, int]:
+    """All local steps of one client on the rows of `table` that it touches; p is trained in place.
+
+    The trained rows go back to the table, or, if `change` has room, how they changed goes there. Returns running mean loss and steps.
+    Within a step a row is looked at once however many samples use it; WIDTH rows lie side by side, a number of each next to the others'.
+    """
+    n, t, d, kind = local.size, row.size, p.size, p.dtype.type
+    width = padded(t)
+    q, at = part(room, 0, d * width)
+    first, at = part(room, at, d * width)
+    second, at = part(room, at, d * width)
+    counts, at = part(room, at, 2 * width)
+    slopes, at = part(room, at, width)
+    first_p, at = part(room, at, d)
+    second_p, at = part(room, at, d)
+    gp, at = part(room, at, d)
+    sums, at = part(room, at, d * WIDTH)
+    first[:], second[:], first_p[:], second_p[:] = 0, 0, 0, 0
+    rows, person, pos, neg = (q, first, second), (p, first_p, second_p), counts[:width], counts[width:]
+    take_rows(table, row, q, 0, d * WIDTH, WIDTH)
+    order = np.empty(n, np.int64)
+    step, summed, seen, mean = 0, 0.0, 0, 0.0
+    for epoch in range(epochs):
+        if n > batch or epoch == 0:
+            shuffle(order, key, epoch, batch)
+        for start in range(0, n, batch):
+            stop = min(start + batch, n)
+            if n > batch or epoch == 0:
+                _count(local, label, order[start:stop], counts)
+            rates = lr * paces[step, 0], paces[step, 1]
+            summed += _dot_step(rows, person, pos, neg, kind(1 / (stop - start)), rates, tiny, slopes, sums, gp)
+            step += 1
+            seen += stop - start
+        mean, settled = _settled(summed, seen, mean, tolerance, epoch)
+        if settled:
+            break
+    if len(change):
+        take_rows(table, row, first, 0, d * WIDTH, WIDTH)
+        for y in range(0, d * width, WIDTH):
+            put(q, y, take(q, y) - take(first, y))
+        give_rows(q, np.arange(t), change)
+    else:
+        give_rows(q, row, table)
+    return mean, step
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
-def _train_client(
+def _train_elastic(
     key: np.uint64,
     local: np.ndarray,
     label: np.ndarray,
@@ -366,85 +461,90 @@ def _train_client(
     table: np.ndarray,
     p: np.ndarray,
     sent: np.ndarray,
-    elastic: bool,
     w: np.ndarray,
     sizes: np.ndarray,
     epochs: int,
     batch: int,
     lr: float,
     lr_adapter: float,
+    paces: np.ndarray,
     tolerance: float,
     tiny: float,
-    change: np.ndarray,
+    room: np.ndarray,
 ) -> tuple[float, int]:
-    """All local steps of one client on the rows of `table` that it touches; p and w are trained in place.
+    """The same for rows that every step merges with those of `sent`; p and w are trained in place, the rows go back to the table.
 
-    The trained rows go back to the table, or, if `change` has room, how they changed goes there. Returns running mean loss and steps.
-    Within a step a row is looked at once however many samples use it; WIDTH rows lie side by side, a number of each next to the others'.
+    A client with one batch keeps its rows side by side; of one with several, those of a batch are put so for a step.
     """
-    n, t, d = local.size, row.size, p.size
-    kind = p.dtype.type
-    width = padded(t)
-    cut = n > batch
-    rows = zeros(d * width, p), zeros(d * width, p), zeros(d * width, p)
-    person = p, np.zeros(d, p.dtype), np.zeros(d, p.dtype)
-    q, pos, neg, slopes, sums = rows[0], zeros(width, p), zeros(width, p), zeros(width, p), zeros(d * WIDTH, p)
-    take_rows(table, row, q, 0, d * WIDTH, WIDTH)
-    order = np.empty(n, np.int64)
-    # what the merge needs; without one, stand-ins that are never read. in_batch: the rows of a batch side by side
-    g, gq, tiles, room, adapter, used = q, q, (q, q), (q, q), (q, q, q), order
-    in_batch = q, q, q, q, q
-    if elastic:
-        layers, some = sizes.sum(), width if cut else 0
-        g, gq, tiles = zeros(d * width, p), zeros(d * width, p), (zeros(layers * TILE, p), zeros(layers * TILE, p))
-        room, adapter = (zeros(2 * TILE, p), zeros(layers, p)), (w, np.zeros(w.size, p.dtype), np.zeros(w.size, p.dtype))
-        used = np.empty(some, np.int64)
-        in_batch = zeros(d * some, p), zeros(d * some, p), zeros(d * some, p), zeros(some, p), zeros(some, p)
-        take_rows(sent, row, g, 0, d * WIDTH, WIDTH)
-    step, summed, seen, mean = 0, 0.0, 0, 0.0
+    n, t, d, layers, kind = local.size, row.size, p.size, sizes.sum(), p.dtype.type
+    cut, width, most = n > batch, padded(t), padded(min(t, batch))
+    q, at = part(room, 0, d * width)
+    gq, at = part(room, at, d * width)
+    first, at = part(room, at, d * width)
+    second, at = part(room, at, d * width)
+    first_p, at = part(room, at, d)
+    second_p, at = part(room, at, d)
+    first_w, at = part(room, at, w.size)
+    second_w, at = part(room, at, w.size)
+    nothing, at = part(room, at, layers)
+    room[2 * d * width : at] = 0
+    counts, at = part(room, at, 2 * width)
+    some, at = part(room, at, 2 * most)
+    own, at = part(room, at, d * most)
+    other, at = part(room, at, d * most)
+    grad, at = part(room, at, d * most)
+    mine, at = part(room, at, most)
+    change, at = part(room, at, most)
+    gp, at = part(room, at, d)
+    seen_w, at = part(room, at, w.size)
+    gw, at = part(room, at, w.size)
+    slopes, at = part(room, at, 2 * TILE)
+    acts, at = part(room, at, layers * TILE)
+    delta, at = part(room, at, layers * TILE)
+    person, adapter = (p, first_p, second_p), (w, first_w, second_w)
+    rest = mine, change, slopes, gp, seen_w, gw, nothing
+    pos, neg, own, grad = (some[:most], some[most:], own, grad) if cut else (counts[:width], counts[width:], q, gq)
+    whole, lying, slope = table.reshape(-1), q[: t * d].reshape(t, d), gq[: t * d].reshape(t, d)
+    used, which, order = np.empty(t + 1, np.int64), np.empty(t + 1, np.int64), np.empty(n, np.int64)
+    if cut:
+        for i in range(t):
+            copy(whole, row[i] * d, q, i * d, d)
+    else:
+        take_rows(table, row, q, 0, d * WIDTH, WIDTH)
+        take_rows(sent, row, other, 0, d * WIDTH, WIDTH)
+    step, summed, seen, mean, k = 0, 0.0, 0, 0.0, t
     for epoch in range(epochs):
-        shuffle(order, key, epoch, batch)
+        if cut or epoch == 0:
+            shuffle(order, key, epoch, batch)
         for start in range(0, n, batch):
             stop = min(start + batch, n)
             if cut or epoch == 0:
-                _count(local, label, order[start:stop], pos, neg)
-            share = kind(1 / (stop - start))
-            step += 1
-            rates, rates_adapter = _rates(step, lr), _rates(step, lr_adapter)
-            if not elastic:
-                summed += _dot_step(rows, person, pos, neg, share, rates, tiny, slopes, sums)
-            elif cut:
-                own, other, grad, positive, negative = in_batch
-                positive[:], negative[:] = kind(0), kind(0)
+                _count(local, label, order[start:stop], counts)
+            if cut:
+                some[:] = 0
                 k = 0
-                for i in range(t):
-                    if pos[i] + neg[i] > 0:
-                        used[k], positive[k], negative[k] = i, pos[i], neg[i]
-                        k += 1
-                _pick_rows(used, k, d, q, own)
-                _pick_rows(used, k, d, g, other)
-                summed += _elastic_step(own, other, grad, person, adapter, sizes, positive, negative, padded(k), share, rates,
-                                        rates_adapter, tiny, tiles, room)  # fmt: skip
-                gq[:] = kind(0)
+                for i in range(t):  # a row that is not in the batch is written over by the next
+                    used[k], which[k] = i, row[i]
+                    k += counts[i] + counts[width + i] > 0
                 for i in range(k):
-                    at, source = place_of(used[i], d), place_of(i, d)
-                    for j in range(d):
-                        gq[at + j * WIDTH] = grad[source + j * WIDTH]
-            else:
-                summed += _elastic_step(q, g, gq, person, adapter, sizes, pos, neg, width, share, rates, rates_adapter, tiny,
-                                        tiles, room)  # fmt: skip
-            if elastic:
-                _adam(q, gq, rows[1], rows[2], rates, tiny)
+                    pos[i], neg[i] = counts[used[i]], counts[width + used[i]]
+                take_rows(lying, used[:k], own, 0, d * WIDTH, WIDTH)
+                take_rows(sent, which[:k], other, 0, d * WIDTH, WIDTH)
+            rates, rates_w = (lr * paces[step, 0], paces[step, 1]), (lr_adapter * paces[step, 0], paces[step, 1])
+            summed += _elastic_step(own, other, grad, person, adapter, sizes, pos, neg, padded(k), kind(1 / (stop - start)), rates, rates_w,
+                                    tiny, (acts, delta), rest)  # fmt: skip
+            if cut:
+                gq[:] = 0
+                give_rows(grad, used[:k], slope)
+            _adam(q, gq, first, second, rates, tiny)
+            step += 1
             seen += stop - start
         mean, settled = _settled(summed, seen, mean, tolerance, epoch)
         if settled:
             break
-    if len(change):
-        before = rows[1]
-        take_rows(table, row, before, 0, d * WIDTH, WIDTH)
-        for at in range(0, d * width, WIDTH):
-            put(q, at, take(q, at) - take(before, at))
-        give_rows(q, np.arange(t), change)
+    if cut:
+        for i in range(t):
+            copy(q, i * d, whole, row[i] * d, d)
     else:
         give_rows(q, row, table)
     return mean, step
@@ -475,6 +575,7 @@ def train_rows(
     tolerance: float,
     tiny: float,
     change: np.ndarray,
+    workers: int,
     loss: np.ndarray,
     steps: np.ndarray,
 ) -> None:
@@ -483,51 +584,63 @@ def train_rows(
     Client c trains the rows of tables[place[c]], user[who[c]] and, if slot[c] >= 0, adapter[who[c]] with sent[slot[c]] merged in.
     Tables are trained in place, or `change` [R, d] takes how each touched row changed and they stay as they are.
     """
-    for c in prange(who.size):
-        mine, rows = slice(begin[c], begin[c] + count[c]), slice(row_begin[c], row_begin[c] + touched[c])
-        later = min(c + 1, who.size - 1)
-        theirs = row[row_begin[later] : row_begin[later] + touched[later]]
-        fetch(tables[place[later]], theirs)
-        if slot[later] >= 0:
-            fetch(sent[slot[later]], theirs)
-        if count[c]:
-            loss[c], steps[c] = _train_client(
-                stream[c], local[mine], label[mine], row[rows], tables[place[c]], user[who[c]], sent[max(slot[c], 0)], slot[c] >= 0,
-                adapter[who[c] if slot[c] >= 0 else 0], sizes, epochs, batch, lr, lr_adapter, tolerance, tiny,
-                change[rows] if len(change) else change)  # fmt: skip
+    if who.size == 0:
+        return
+    paces = _paces(epochs * -(-count.max() // batch))
+    need = _room(touched.max(), user.shape[1], batch, sizes, adapter.shape[1])
+    rooms = zeros(workers * need, user)  # here, not in the loop: who uses them is not counted there, which would take a tenth of the time
+    for worker in prange(workers):
+        room = rooms[worker * need : (worker + 1) * need]
+        for c in range(worker * who.size // workers, (worker + 1) * who.size // workers):
+            mine, rows = slice(begin[c], begin[c] + count[c]), slice(row_begin[c], row_begin[c] + touched[c])
+            later = min(c + 1, who.size - 1)
+            theirs = row[row_begin[later] : row_begin[later] + touched[later]]
+            fetch(tables[place[later]], theirs)
+            if slot[later] >= 0:
+                fetch(sent[slot[later]], theirs)
+            if count[c] and slot[c] >= 0:
+                loss[c], steps[c] = _train_elastic(
+                    stream[c], local[mine], label[mine], row[rows], tables[place[c]], user[who[c]], sent[slot[c]], adapter[who[c]], sizes,
+                    epochs, batch, lr, lr_adapter, paces, tolerance, tiny, room)  # fmt: skip
+            elif count[c]:
+                loss[c], steps[c] = _train_dot(
+                    stream[c], local[mine], label[mine], row[rows], tables[place[c]], user[who[c]], epochs, batch, lr, paces, tolerance,
+                    tiny, change[rows] if len(change) else change, room)  # fmt: skip
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
-def _merge_weights_of(item: np.ndarray, table: np.ndarray, sent: np.ndarray, w: np.ndarray, sizes: np.ndarray, acts: np.ndarray) -> None:
-    """Fill acts with [own, sent - own] of these items, TILE of them at most, and all layers; it ends with rho."""
-    n, d = padded(item.size), table.shape[1]
+def _merge_weights_of(item: np.ndarray, table: np.ndarray, sent: np.ndarray, seen: np.ndarray, sizes: np.ndarray, acts: np.ndarray) -> None:
+    """Fill acts with [own, sent] of these items, TILE of them at most, and all layers; it ends with rho."""
     take_rows(table, item, acts, 0, WIDTH, TILE)
-    take_rows(sent, item, acts, d * TILE, WIDTH, TILE)
-    for j in range(d):
-        for y in range(j * TILE, j * TILE + n, WIDTH):
-            put(acts, y + d * TILE, take(acts, y + d * TILE) - take(acts, y))
-    forward(w, sizes, acts, n, True)
+    take_rows(sent, item, acts, table.shape[1] * TILE, WIDTH, TILE)
+    forward(seen, sizes, acts, padded(item.size), True)
 
 
 @njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
-def merge_elastic(tables: np.ndarray, who: np.ndarray, sent: np.ndarray, slot: np.ndarray, adapter: np.ndarray, sizes: np.ndarray) -> None:
+def merge_elastic(
+    tables: np.ndarray, who: np.ndarray, sent: np.ndarray, slot: np.ndarray, adapter: np.ndarray, sizes: np.ndarray, workers: int
+) -> None:
     """Every row of tables[who[c]] moves towards sent[slot[c]], as far as adapter[who[c]] says."""
     _, items, d = tables.shape
     everything = np.arange(items)
-    for c in prange(who.size):
-        acts = zeros(sizes.sum() * TILE, tables)
+    layers, need = sizes.sum() * TILE, sizes.sum() * TILE + padded(adapter.shape[1])
+    rooms = zeros(workers * need, tables)
+    for worker in prange(workers):
+        acts, seen = rooms[worker * need :][:layers], rooms[worker * need + layers :][: adapter.shape[1]]
         rho = row_of(acts, sizes.sum() - 1)
-        table = tables[who[c]]
-        for start in range(0, items, TILE):
-            item = everything[start : start + TILE]
-            later = everything[start + TILE : start + 2 * TILE]
-            fetch(table, later)
-            fetch(sent[slot[c]], later)
-            _merge_weights_of(item, table, sent[slot[c]], adapter[who[c]], sizes, acts)
-            for s in range(item.size):
-                own, other, share = table[start + s], sent[slot[c], start + s], rho[s]
-                for j in range(d):
-                    own[j] += share * (other[j] - own[j])
+        for c in range(worker * who.size // workers, (worker + 1) * who.size // workers):
+            _see(adapter[who[c]], sizes, seen)
+            table, given = tables[who[c]], sent[slot[c]]
+            own, other = table.reshape(-1), given.reshape(-1)
+            for start in range(0, items, TILE):
+                item = everything[start : start + TILE]
+                _merge_weights_of(item, table, given, seen, sizes, acts)
+                for s in range(item.size):
+                    at = (start + s) * d
+                    for y in range(at, at + d - WIDTH + 1, WIDTH):
+                        put(own, y, take(own, y) + repeat(rho, s) * (take(other, y) - take(own, y)))
+                    for y in range(at + d // WIDTH * WIDTH, at + d):
+                        own[y] += rho[s] * (other[y] - own[y])
 
 
 @njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
@@ -556,13 +669,14 @@ def score_rows(
                 logit += p[j] * table[i, j]
             out[c, s] = logit
         if slot[c] >= 0:
-            acts, change = zeros(sizes.sum() * TILE, tables), zeros(TILE, tables)
+            acts, seen, change = zeros(sizes.sum() * TILE, tables), zeros(adapter.shape[1], tables), zeros(TILE, tables)
+            _see(adapter[who[c]], sizes, seen)
             rho = row_of(acts, sizes.sum() - 1)
             for start in range(0, item.size, TILE):
                 some = item[start : start + TILE]
-                _merge_weights_of(some, table, sent[slot[c]], adapter[who[c]], sizes, acts)
+                _merge_weights_of(some, table, sent[slot[c]], seen, sizes, acts)
                 for s in range(0, some.size, WIDTH):
-                    put(change, s, mixed(spread(kind(0)), acts, d, d, s, p, 0, 1))
+                    put(change, s, mixed(spread(kind(0)), acts, d, d, s, p, 0, 1) - mixed(spread(kind(0)), acts, 0, d, s, p, 0, 1))
                 for s in range(some.size):
                     out[c, start + s] += rho[s] * change[s]
 
@@ -736,7 +850,7 @@ def train_neumf(
                             put(delta, at, pick(take(acts, at), zero, slope * h[d + o], spread(zero)))
                     products(error, 0, 1, gmf, 0, d, sums, 0, b)
                     products(error, 0, 1, acts, top, deep, gh, d, b)
-                    backward(small, sizes, acts, delta, gsmall, nothing, b, True, True)
+                    backward(small, sizes, acts, delta, gsmall, nothing, b, True, half)
                     for s in range(min(b, stop - tile)):
                         row, slope = gq[local[c, order[tile + s]]], error[s]
                         for j in range(d):
@@ -1063,7 +1177,18 @@ def train_in_place(
     room = np.empty((0, user.shape[1]), user.dtype) if change is None else change
     kernel: Any = train_rows
     kernel(
-        *samples, *clients.of(plan), epochs, batch, plan.lr, lr_adapter, tolerance, user.dtype.type(TINY[user.itemsize]), room, loss, steps
+        *samples,
+        *clients.of(plan),
+        epochs,
+        batch,
+        plan.lr,
+        lr_adapter,
+        tolerance,
+        user.dtype.type(TINY[user.itemsize]),
+        room,
+        get_num_threads(),
+        loss,
+        steps,
     )
     return loss, steps
 
@@ -1071,7 +1196,7 @@ def train_in_place(
 def merge_in_place(plan: ElasticBCE, clients: Clients) -> None:
     """All rows of the clients' own tables merged with the server's."""
     kernel: Any = merge_elastic
-    kernel(clients.tables, clients.who, clients.sent, clients.slot, clients.adapter, np.array(plan.sizes))
+    kernel(clients.tables, clients.who, clients.sent, clients.slot, clients.adapter, np.array(plan.sizes), get_num_threads())
 
 
 def score(plan: DotBCE, clients: Clients, items: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from fedbench.elementary import exp_minus
-from fedbench.lanes import WIDTH, across, magnitude, mixer, multiplier, pick, prefetch, put, repeat, spread, take, turn
+from fedbench.lanes import WIDTH, across, magnitude, mixer, multiplier, pick, prefetch, put, repeat, spread, take, turn_in, turn_out
 
 FAST = {"reassoc", "contract", "nsz"}
 """sums may be reordered, as vector instructions need; infinities and NaN keep their meaning. Without arcp: vector instructions would
@@ -37,6 +37,12 @@ def zeros(n: int, like: np.ndarray) -> np.ndarray:
     room = np.zeros(n + WIDTH, like.dtype)
     skip = -(room.ctypes.data // room.itemsize) % WIDTH
     return room[skip : skip + n]
+
+
+@njit(inline="always")
+def part(room: np.ndarray, at: int, n: int) -> tuple[np.ndarray, int]:
+    """n numbers of an array from `at` on, and where the next part begins: with a cache line, if `at` does."""
+    return room[at : at + n], at + padded(n)
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
@@ -137,9 +143,9 @@ def backward(
     nothing: np.ndarray,
     n: int,
     of_weights: bool,
-    of_input: bool,
+    of_inputs: int,
 ) -> None:
-    """delta ends with the slopes of the last layer; add to `grad` (of the weights) and fill the first rows of `delta` (of the input).
+    """delta ends with the slopes of the last layer; add to `grad` (of the weights) and fill the first rows of `delta` (of so many inputs).
 
     nothing: zeros, as many as the widest layer has features
     """
@@ -160,20 +166,14 @@ def backward(
                 for s in range(0, n, WIDTH):
                     slopes = slopes + take(delta, (target + o) * TILE + s)
                 grad[bias + o] += across(slopes)
-        if layer > 0 or of_input:
-            mix_rows(delta, target, fan_out, delta, source, nothing[:fan_in], weights, at, 1, fan_in, n)
+        wanted = fan_in if layer > 0 else of_inputs
+        mix_rows(delta, target, fan_out, delta, source, nothing[:wanted], weights, at, 1, fan_in, n)
         if layer > 0:
             for i in range(source, target):
                 for y in range(i * TILE, i * TILE + n, WIDTH):
                     put(delta, y, pick(take(acts, y), zero, take(delta, y), spread(zero)))
         target = source
         end = at
-
-
-@njit(inline="always")
-def place_of(i: int, d: int) -> int:
-    """Where row i begins among rows of d numbers that lie WIDTH side by side: its next number is WIDTH further on."""
-    return i // WIDTH * WIDTH * d + i % WIDTH
 
 
 @njit(inline="always")
@@ -187,6 +187,17 @@ def fetch(table: np.ndarray, row: np.ndarray) -> None:
         prefetch(flat, row[i] * d + d - 1)
 
 
+@njit(inline="always")
+def _places(row: np.ndarray, first: int, by: int, places: np.ndarray) -> None:
+    """Where the WIDTH rows from row[first] on begin, in a table of rows of `by` numbers; after the last row that again."""
+    if first + WIDTH <= row.size:
+        for k in range(WIDTH):
+            places[k] = np.int64(row[first + k]) * by
+    else:
+        for k in range(WIDTH):
+            places[k] = np.int64(row[min(first + k, row.size - 1)]) * by
+
+
 @njit(fastmath=FAST, error_model=DIVIDE)
 def take_rows(table: np.ndarray, row: np.ndarray, out: np.ndarray, start: int, by_block: int, by: int) -> None:
     """`out` takes these rows of a table, WIDTH side by side: a block of them every by_block numbers, a row's next number `by` further on.
@@ -194,17 +205,15 @@ def take_rows(table: np.ndarray, row: np.ndarray, out: np.ndarray, start: int, b
     The last block is filled up with the last row.
     """
     n, d, flat = row.size, table.shape[1], table.reshape(-1)
-    here, there = np.empty(WIDTH, np.int64), np.empty(WIDTH, np.int64)
+    here = np.empty(WIDTH, np.int64)
     for first in range(0, n, WIDTH):
-        for j in range(0, d, WIDTH):
+        _places(row, first, d, here)
+        for j in range(0, d - WIDTH + 1, WIDTH):
+            turn_in(flat, here, out, start + j * by, by)
+            here += WIDTH
+        for j in range(d // WIDTH * WIDTH, d):
             for k in range(WIDTH):
-                here[k], there[k] = row[min(first + k, n - 1)] * d + j, start + (j + k) * by
-            if j + WIDTH <= d:
-                turn(flat, here, out, there)
-            else:
-                for i in range(d - j):
-                    for k in range(WIDTH):
-                        out[there[i] + k] = flat[here[k] + i]
+                out[start + j * by + k] = flat[here[k] + j % WIDTH]
         start += by_block
 
 
@@ -212,15 +221,22 @@ def take_rows(table: np.ndarray, row: np.ndarray, out: np.ndarray, start: int, b
 def give_rows(rows: np.ndarray, row: np.ndarray, table: np.ndarray) -> None:
     """Rows that lie WIDTH side by side go to these places in a table."""
     d, flat = table.shape[1], table.reshape(-1)
-    here, there = np.empty(WIDTH, np.int64), np.empty(WIDTH, np.int64)
+    there = np.empty(WIDTH, np.int64)
     for first in range(0, row.size, WIDTH):
-        count = min(WIDTH, row.size - first)
-        for j in range(0, d, WIDTH):
-            for k in range(WIDTH):
-                here[k], there[k] = first * d + (j + k) * WIDTH, row[min(first + k, row.size - 1)] * d + j
-            if count == WIDTH and j + WIDTH <= d:
-                turn(rows, here, flat, there)
-            else:
-                for i in range(min(WIDTH, d - j)):
-                    for k in range(count):
-                        flat[there[k] + i] = rows[here[i] + k]
+        _places(row, first, d, there)
+        whole = d // WIDTH * WIDTH if first + WIDTH <= row.size else 0
+        for j in range(0, whole, WIDTH):
+            turn_out(rows, first * d + j * WIDTH, flat, there, WIDTH)
+            there += WIDTH
+        for j in range(whole, d):
+            for k in range(min(WIDTH, row.size - first)):
+                flat[there[k] + j - whole] = rows[first * d + j * WIDTH + k]
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def copy(source: np.ndarray, at: int, out: np.ndarray, to: int, n: int) -> None:
+    """out[to + i] = source[at + i] for i < n."""
+    for i in range(0, n - WIDTH + 1, WIDTH):
+        put(out, to + i, take(source, at + i))
+    for i in range(n // WIDTH * WIDTH, n):
+        out[to + i] = source[at + i]

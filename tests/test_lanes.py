@@ -20,10 +20,11 @@ from fedbench.lanes import (
     spread,
     square_root,
     take,
-    turn,
+    turn_in,
+    turn_out,
     whole,
 )
-from fedbench.layers import TILE, give_rows, mix_rows, padded, products, take_rows, zeros
+from fedbench.layers import TILE, copy, give_rows, mix_rows, padded, part, products, take_rows, zeros
 
 KINDS = pytest.mark.parametrize("kind", [np.float32, np.float64])
 
@@ -82,17 +83,56 @@ def test_not_a_number_is_not_larger() -> None:
 
 
 @njit
-def turned(source: np.ndarray, here: np.ndarray, out: np.ndarray, there: np.ndarray) -> None:
-    turn(source, here, out, there)
+def roots(x: np.ndarray, out: np.ndarray) -> None:
+    for s in range(0, x.size, WIDTH):
+        put(out, s, square_root(take(x, s)))
+
+
+@KINDS
+def test_roots_of_all_sizes(kind: type) -> None:
+    most = np.log10(np.finfo(kind).max)
+    x = (10 ** np.random.default_rng(0).uniform(-most + 1, most - 1, 1000 * WIDTH)).astype(kind)
+    out = np.zeros_like(x)
+    roots(x, out)
+    np.testing.assert_allclose(out, np.sqrt(x), rtol=1.5 * np.finfo(kind).eps, atol=0)
+
+
+@njit
+def turned(source: np.ndarray, here: np.ndarray, out: np.ndarray, to: int, by: int) -> None:
+    turn_in(source, here, out, to, by)
+
+
+@njit
+def turned_back(source: np.ndarray, at: int, out: np.ndarray, there: np.ndarray, by: int) -> None:
+    turn_out(source, at, out, there, by)
 
 
 @KINDS
 def test_turn(kind: type) -> None:
-    source, out = numbers(kind, 40, WIDTH), np.zeros((WIDTH, 50), kind)
+    source, out, back = numbers(kind, 40, WIDTH), np.zeros((WIDTH, 50), kind), np.zeros((40, WIDTH), kind)
     rows = np.random.default_rng(1).permutation(40)[:WIDTH]
-    turned(source.reshape(-1), rows * WIDTH, out.reshape(-1), np.arange(WIDTH) * 50 + 7)
+    turned(source.reshape(-1), rows * WIDTH, out.reshape(-1), 7, 50)
     assert (out[:, 7 : 7 + WIDTH] == source[rows].T).all()
     assert not out[:, :7].any() and not out[:, 7 + WIDTH :].any()
+    turned_back(out.reshape(-1), 7, back.reshape(-1), rows * WIDTH, 50)
+    assert (back[rows] == source[rows]).all() and not np.delete(back, rows, axis=0).any()
+
+
+@njit
+def copied(source: np.ndarray, at: int, room: np.ndarray, n: int) -> int:
+    first, begin = part(room, 0, 3)
+    second, end = part(room, begin, n)
+    copy(source, at, second, 0, n)
+    return end
+
+
+@KINDS
+@pytest.mark.parametrize("n", [1, WIDTH, 2 * WIDTH + 5])
+def test_parts_of_a_room(n: int, kind: type) -> None:
+    source, room = numbers(kind, 60), np.zeros(80, kind)
+    end: Any = copied(source, 4, room, n)
+    assert end == WIDTH + padded(n)
+    assert (room[WIDTH : WIDTH + n] == source[4 : 4 + n]).all() and not room[:WIDTH].any() and not room[WIDTH + n :].any()
 
 
 @njit
