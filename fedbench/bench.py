@@ -201,7 +201,8 @@ def measure(run: config.RunConfig, loop_clients: int | None = None, state_mb: fl
         check_cohort(algorithm, split)
     engine: dict[str, Any] = {"kernel": run.kernel, "block_rows": run.block_rows, "compile": run.compile}
     federation = Federation.start(algorithm, split, run.seed, device, dtype, **engine)
-    parts, repeats = best_round(federation, clock)
+    rounds = several_rounds(federation, clock)
+    parts = min(rounds, key=lambda parts: sum(parts[name] for name in WHOLE))
     peak = peak_rss_mb()
     samples = federation.samples(federation.round + 1)
     figures: Figures = {
@@ -213,8 +214,9 @@ def measure(run: config.RunConfig, loop_clients: int | None = None, state_mb: fl
         "taken": split.clients,
         "everybody": everybody,
         "samples": len(samples.label) * algorithm.local_epochs,
-        "repeats": repeats,
+        "repeats": len(rounds),
         "parts": parts,
+        "least": {name: min(one[name] for one in rounds) for name in PARTS},
         "round": sum(parts[name] for name in WHOLE),
         "peak_mb": peak,
         "base_mb": base,
@@ -234,8 +236,8 @@ def measure(run: config.RunConfig, loop_clients: int | None = None, state_mb: fl
     }
 
 
-def best_round(federation: Federation, clock: Clock) -> tuple[dict[str, float], int]:
-    """The parts of the fastest of several rounds after those that warm up, and of how many; a slow one is measured once."""
+def several_rounds(federation: Federation, clock: Clock) -> list[dict[str, float]]:
+    """The parts of each of several rounds after those that warm up; a slow one is measured once."""
     for _ in range(WARM_ROUNDS):
         round_parts(federation, clock)
     measured: list[dict[str, float]] = []
@@ -244,7 +246,7 @@ def best_round(federation: Federation, clock: Clock) -> tuple[dict[str, float], 
     while not measured or (len(measured) < REPEATS and spent < PATIENCE) or (len(measured) < MANY and spent < MOMENT):
         measured.append(round_parts(federation, clock))
         spent = clock() - began
-    return min(measured, key=lambda parts: sum(parts[name] for name in WHOLE)), len(measured)
+    return measured
 
 
 def round_parts(federation: Federation, clock: Clock) -> dict[str, float]:

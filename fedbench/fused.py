@@ -283,12 +283,12 @@ def _dot_step(
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
-def _less(x: np.ndarray, at: int, by: int, of: np.ndarray, n: int) -> None:
-    """x[at + i] -= of[by + i] for i < n."""
+def _less(x: np.ndarray, at: int, y: np.ndarray, by: int, n: int) -> None:
+    """x[at + i] -= y[by + i] for i < n."""
     for i in range(0, n - WIDTH + 1, WIDTH):
-        put(x, at + i, take(x, at + i) - take(of, by + i))
+        put(x, at + i, take(x, at + i) - take(y, by + i))
     for i in range(n // WIDTH * WIDTH, n):
-        x[at + i] -= of[by + i]
+        x[at + i] -= y[by + i]
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
@@ -297,7 +297,7 @@ def _see(w: np.ndarray, sizes: np.ndarray, seen: np.ndarray) -> None:
     d = sizes[0] // 2
     copy(w, 0, seen, 0, w.size)
     for at in range(0, sizes[0] * sizes[1], 2 * d):
-        _less(seen, at, at + d, w, d)
+        _less(seen, at, w, at + d, d)
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
@@ -320,14 +320,14 @@ def _elastic_step(
 ) -> float:
     """One batch of a client over its n rows in the batch, own and sent, WIDTH of them side by side: a step of the adapter, then of p [d].
 
-    gq becomes the gradient of the rows; returns the summed loss. room: logits and slopes of all rows; p's gradient; what `_see` and
-    `backward` need.
+    gq becomes the gradient of the rows; returns the summed loss. room: for p · own and p · (sent - own), which both steps need, slopes,
+    p's gradient, what `_see` makes, the adapter's gradient, and zeros for `backward`.
     """
     p, first_p, second_p = person
     w, first_w, second_w = adapter
     d, kind = p.size, p.dtype.type
     one, zero = kind(1), kind(0)
-    (acts, delta), (mine, theirs, slopes, gp, seen, gw, nothing) = tiles, room
+    (acts, delta), (mine, change, slopes, gp, seen, gw, nothing) = tiles, room
     last = sizes.sum() - 1
     loss = spread(zero)
     gp[:], gw[:] = zero, zero
@@ -337,20 +337,20 @@ def _elastic_step(
             b = min(TILE, n - start)
             if phase == 0 or n > TILE:
                 for s in range(0, b, WIDTH):
-                    a, c, at = spread(zero), spread(zero), (start + s) * d
+                    ours, theirs, at = spread(zero), spread(zero), (start + s) * d
                     for j in range(d):
                         x, y = take(own, at + j * WIDTH), take(sent, at + j * WIDTH)
-                        a, c = a + repeat(p, j) * x, c + repeat(p, j) * y
+                        ours, theirs = ours + repeat(p, j) * x, theirs + repeat(p, j) * y
                         put(acts, j * TILE + s, x)
                         put(acts, (d + j) * TILE + s, y)
-                    put(mine, start + s, a)
-                    put(theirs, start + s, c - a)
+                    put(mine, start + s, ours)
+                    put(change, start + s, theirs - ours)
             forward(seen, sizes, acts, b, True)
             for s in range(0, b, WIDTH):
-                rho, change = take(acts, last * TILE + s), take(theirs, start + s)
-                logit = take(mine, start + s) + rho * change
+                rho, moved = take(acts, last * TILE + s), take(change, start + s)
+                logit = take(mine, start + s) + rho * moved
                 error, value = _slope(logit, take(pos, start + s), take(neg, start + s), share, one)
-                top = error * change * rho * (one - rho)
+                top = error * moved * rho * (one - rho)
                 put(delta, last * TILE + s, pick(magnitude(top), tiny, top, spread(zero)))
                 put(slopes, s, error - error * rho)
                 put(slopes, TILE + s, error * rho)
@@ -365,8 +365,8 @@ def _elastic_step(
                     for j in range(d):
                         put(gq, (start + s) * d + j * WIDTH, take(delta, j * TILE + s) + repeat(p, j) * rest)
         if phase == 0:
-            for at in range(0, sizes[0] * sizes[1], 2 * d):
-                _less(gw, at + d, at, gw, d)
+            for at in range(0, sizes[0] * sizes[1], 2 * d):  # from slopes of `seen` to those of w: weights of the change are in both halves
+                _less(gw, at + d, gw, at, d)
             _adam(w, gw, first_w, second_w, rates_adapter, tiny)
     _adam(p, gp, first_p, second_p, rates, tiny)
     return across(loss)

@@ -479,6 +479,14 @@ def _sample(
 
 
 @njit(parallel=True, nogil=True, cache=True)
+def _close_gaps(values: np.ndarray, ptr: np.ndarray, out_ptr: np.ndarray, out: np.ndarray) -> None:
+    """out: the first values of each list of `values`, as many as its list in `out` is long."""
+    for c in prange(out_ptr.size - 1):
+        for i in range(out_ptr[c + 1] - out_ptr[c]):
+            out[out_ptr[c] + i] = values[ptr[c] + i]
+
+
+@njit(parallel=True, nogil=True, cache=True)
 def _sample_ratings(
     stream: np.ndarray,
     clients: np.ndarray,
@@ -549,8 +557,9 @@ def sample_round(
     _sample(keys(seed, when, purpose, cohort), cohort, split.train_ptr, split.train_item, avoid_ptr, avoid_item, split.items,
             negatives, ptr, local, label, row, touched)  # fmt: skip
     row_ptr = _from_counts(touched)
-    used = np.arange(total) - np.repeat(ptr[:-1], counts) < np.repeat(touched, counts)
-    return Samples(cohort, ptr, local, label, row_ptr, row[used])
+    used = np.empty(row_ptr[-1], np.int32)
+    _close_gaps(row, ptr, row_ptr, used)
+    return Samples(cohort, ptr, local, label, row_ptr, used)
 
 
 @njit(inline="always", cache=True)

@@ -30,6 +30,7 @@ def test_figures_fit_together() -> None:
     assert figures["updates_per_second"] == figures["updates"] / figures["batched"]
     assert tuple(figures["parts"]) == PARTS and figures["round"] == sum(figures["parts"][name] for name in WHOLE)
     assert min(figures["parts"].values()) > 0
+    assert all(0 < figures["least"][name] <= figures["parts"][name] for name in PARTS)
     assert figures["peak_mb"] >= figures["base_mb"] > 1 and figures["state_mb"] == pytest.approx(60 * 16 * 4 / 1e6)
 
 
@@ -135,7 +136,7 @@ def test_exponent_of_a_power() -> None:
     line = [{"axis": "dim", "size": size, "round_cost": 5 + 3 * size} for size in (2, 4, 16)]
     assert fixed(line, "dim") == pytest.approx(5) and np.isnan(fixed(line[:1], "dim"))
     parts = dict(zip(PARTS, (1.0, 2.0, 3.0, 4.0, 5.0), strict=True))
-    costs = quantities({"parts": parts, "peak_mb": 90.0, "base_mb": 60.0, "state_mb": 7.0})
+    costs = quantities({"least": parts, "peak_mb": 90.0, "base_mb": 60.0, "state_mb": 7.0})
     assert costs == {"round_cost": 6.0, "train_cost": 2.0, "aggregate_cost": 3.0, "memory_cost": 30.0, "state_cost": 7.0}
     assert drawn([{**costs, **one} for one in figures]).axes[0].get_title() == "round: exponent 1.50"
 
