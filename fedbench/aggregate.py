@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedbench.errors import FedbenchError, NotFinite, UsageError
 from fedbench.lanes import WIDTH, put, repeat, spread, take
-from fedbench.layers import DIVIDE, FAST, TILE, padded, products, take_rows, zeros
+from fedbench.layers import DIVIDE, FAST, TILE, fetch, padded, products, take_rows, zeros
 from fedbench.store import Disk, Picked, filled
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 AVERAGES = ("sum", "cohort", "touching")
 BLOCK = 1 << 26
 """numbers a chunk of a large product may hold"""
+AHEAD = 16
+"""rows that are fetched while as many others are added"""
 
 
 def alone(part: Tensor) -> Tensor:
@@ -45,10 +47,10 @@ class Rows(NamedTuple):
     total: Callable[[Tensor], Tensor] = alone
     """sums what every rank made of its rows, maybe in place; all of them must ask for it"""
 
-    def combine(self, items: int, how: str, weight: Tensor | None = None) -> Tensor:
+    def combine(self, items: int, how: str, weight: Tensor | None = None, senders: Tensor | None = None) -> Tensor:
         """[M, ...]: summed item by item, divided by nothing (sum), the cohort's size (cohort) or a row's senders (touching).
 
-        weight [n]: how much each client counts, in the sum and in what it is divided by; 1 if not given.
+        weight [n]: how much each client counts, in the sum and in what it is divided by; 1 if not given. senders [M]: if they are known.
         """
         shape = (-1, *[1] * (self.value.dim() - 1))
         each = self.value if weight is None else self.value * weight.to(self.value)[self.client].view(shape)
@@ -57,8 +59,8 @@ class Rows(NamedTuple):
             return total
         if how == "cohort":
             return total / (self.clients if weight is None else weight.sum())
-        senders = self.senders(items, weight)
-        return total / torch.where(senders > 0, senders, 1).view(shape)
+        senders = self.senders(items, weight) if senders is None else senders
+        return total.div_(torch.where(senders > 0, senders, 1).view(shape))
 
     def senders(self, items: int, weight: Tensor | None = None) -> Tensor:
         """[M]: how many clients sent a row of each item, or how much they count together."""
@@ -83,10 +85,12 @@ def summed_by_item(item: Tensor, value: Tensor, items: int) -> Tensor:
 
 @njit(nogil=True, cache=True)
 def _add_rows(item: np.ndarray, value: np.ndarray, total: np.ndarray) -> None:
-    for r in range(item.size):
-        row, add = total[item[r]], value[r]
-        for j in range(add.size):
-            row[j] += add[j]
+    for start in range(0, item.size, AHEAD):
+        fetch(total, item[start + AHEAD : start + 2 * AHEAD])
+        for r in range(start, min(start + AHEAD, item.size)):
+            row, add = total[item[r]], value[r]
+            for j in range(add.size):
+                row[j] += add[j]
 
 
 def mean_of_whole_tables(rows: Rows, table: Tensor, kept: Tensor) -> Tensor:

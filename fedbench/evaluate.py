@@ -231,15 +231,15 @@ class Evaluator:
         return self._ranks(store, answer, full=True)
 
     def _ranks(self, store: ClientStore, answer: Answer, full: bool) -> dict[str, np.ndarray]:
-        out = np.zeros((2, self.split.clients), np.int64)
+        who = self.split.evaluated
+        out = np.zeros((2, len(who)), np.int64)
         for clients, sent in self.groups(store, answer, self.split.items if full else 2 + 2 * self.split.test_candidates.shape[1]):
             fresh = store.fresh(clients)
             if fresh is not None and fresh.all() and not sent:
                 found = self._at_start(store, clients)[2 * full : 2 * full + 2]
             else:
                 found = (self._full if full else self._sampled)(store, answer, clients, sent)
-            out[:, clients.cpu().numpy()] = found
-        out = out if self.split.sample is None else out[:, self.split.sample]
+            out[:, np.searchsorted(who, clients.cpu().numpy())] = found
         return {"val": out[0], "test": out[1]}
 
     def _sampled(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool) -> np.ndarray:

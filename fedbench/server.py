@@ -67,8 +67,9 @@ class SharedModel(Algorithm):
             elif kept is not None and self.average == "cohort":
                 moves, mean = value.new_ones((), dtype=torch.bool), mean_of_whole_tables(change, value, kept)
             else:
-                moves = (change.senders(len(value)) > 0).view(-1, *[1] * (value.dim() - 1))
-                mean = change.combine(len(value), self.average, weight)
+                senders = change.senders(len(value))
+                moves = (senders > 0).view(-1, *[1] * (value.dim() - 1))
+                mean = change.combine(len(value), self.average, weight, senders if weight is None else None)
             state = {part: server.get(f"{name}/{part}") for part in STATE[self.server]}
             new, state = optimizer_step(self.server, self.server_rate(when), value, mean, state, moves)
             moved |= {name: new, **{f"{name}/{part}": tensor for part, tensor in state.items() if tensor is not None}}
@@ -90,6 +91,8 @@ def optimizer_step(
 
     adam is torch.optim.Adam on the negative change, with as many steps as the row has moved; yogi is adam with Yogi's second moment.
     """
+    if kind == "sgd":  # what does not move has a change of 0
+        return torch.add(value, change, alpha=lr), {}
     old = {
         part: (torch.zeros_like(moves if part == "steps" else value, dtype=value.dtype) if s is None else s) for part, s in state.items()
     }
