@@ -242,11 +242,11 @@ def several_rounds(federation: Federation, clock: Clock) -> list[dict[str, float
         round_parts(federation, clock)
     measured: list[dict[str, float]] = []
     began = clock()
-    spent = 0.0
-    while not measured or (len(measured) < REPEATS and spent < PATIENCE) or (len(measured) < MANY and spent < MOMENT):
+    while True:
         measured.append(round_parts(federation, clock))
-        spent = clock() - began
-    return measured
+        rounds = sum(parts[name] for parts in measured for name in WHOLE)
+        if clock() - began > PATIENCE or (len(measured) >= REPEATS and (len(measured) >= MANY or rounds > MOMENT)):
+            return measured
 
 
 def round_parts(federation: Federation, clock: Clock) -> dict[str, float]:

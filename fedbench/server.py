@@ -87,12 +87,12 @@ def weighted_mean(values: Tensor, weight: Tensor | None) -> Tensor:
 def optimizer_step(
     kind: str, lr: float, value: Tensor, change: Tensor, state: Mapping[str, Tensor | None], moves: Tensor
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """One step of `value` along `change` where `moves` (broadcast to it); a part of the state that is None starts at 0.
+    """One step of `value` along `change`, which may be overwritten, where `moves` (broadcast to it); a state that is None starts at 0.
 
     adam is torch.optim.Adam on the negative change, with as many steps as the row has moved; yogi is adam with Yogi's second moment.
     """
     if kind == "sgd":  # what does not move has a change of 0
-        return torch.add(value, change, alpha=lr), {}
+        return torch.add(value, change, alpha=lr, out=change), {}
     old = {
         part: (torch.zeros_like(moves if part == "steps" else value, dtype=value.dtype) if s is None else s) for part, s in state.items()
     }
