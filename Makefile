@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export MLFLOW_DISABLE_TELEMETRY := true
 
-.PHONY: run test test-browser test-ray lint setup ui clean
+.PHONY: run test test-browser test-gpu test-ray lint setup ui clean
 
 run: setup
 	$(PY) train.py --algo fedem --dataset filmtrust --alpha 0.9
@@ -14,6 +14,11 @@ test: setup lint
 # needs Chromium from the system's packages, such as `apt-get install chromium`
 test-browser: setup
 	$(PY) -m pytest -m browser tests/test_browser.py
+
+# needs no GPU: Triton's interpreter runs the kernels, its compiler makes machine code of them
+test-gpu: setup
+	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements-gpu.txt
+	$(PY) -m pytest tests/test_fused_gpu.py -m gpu
 
 test-ray: setup
 	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements-ray.txt
@@ -38,4 +43,4 @@ setup: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv runs mlflow.db mlartifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv fedbench/__pycache__ runs mlflow.db mlartifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis

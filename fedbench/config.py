@@ -87,10 +87,11 @@ class RunConfig:
     """precision of the tensors"""
     threads: int | None = None
     """CPU threads; what torch takes if not given"""
-    compile: bool = False
-    """compile the training step with torch.compile: slow to start, faster rounds"""
+    compile: bool | None = None
+    """compile the training step of methods without a fused kernel with torch.compile: slow to start, faster rounds, kept for the next
+    run; on a GPU unless --no-compile, on a CPU on request"""
     kernel: str = "auto"
-    """fused CPU kernels: auto (where the algorithm has one) or off"""
+    """fused kernels: auto (where the algorithm has one for the device) or off"""
     block_rows: int | None = None
     """rows of clients' tables in one block; chosen from cache or memory size if not given"""
     client_store: str = "auto"

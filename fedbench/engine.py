@@ -8,6 +8,7 @@ knows, the kernel runs the whole local training. Nothing inside a step waits for
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 import os
 import sys
@@ -182,7 +183,7 @@ class Block:
 
     def order(self, epoch: int, batch: int) -> Tensor:
         """[C, S] the order of samples in an epoch; padding stays at the end."""
-        return torch.from_numpy(self._shuffled(self.stream, epoch, batch)).to(self.local.device)
+        return moved(self._shuffled(self.stream, epoch, batch), self.local.device)
 
     def _shuffled(self, stream: np.ndarray, epoch: int, batch: int) -> np.ndarray:
         flat = np.empty(int(self.counts.sum()), np.int64)
@@ -202,8 +203,8 @@ class Block:
         counts = counts if stage.max_samples is None else np.minimum(counts, stage.max_samples)
         where = first[:, None] + np.arange(max(1, int(counts.max())))
         order = self._shuffled(self.halves, 0, 1)
-        take = torch.from_numpy(np.take_along_axis(order, np.minimum(where, order.shape[1] - 1), axis=1)).to(self.local.device)
-        count = torch.from_numpy(counts).to(self.local.device)
+        take = moved(np.take_along_axis(order, np.minimum(where, order.shape[1] - 1), axis=1), self.local.device)
+        count = moved(counts, self.local.device)
         return replace(self, local=self.local.gather(1, take), label=self.label.gather(1, take), count=count, counts=counts)
 
 
@@ -256,10 +257,21 @@ def pack(
     real = np.arange(rows.shape[1]) < touched[:, None]
 
     def move(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device)
+        return moved(array, device)
 
     return Block(position, move(samples.clients[position]), move(rows), move(np.flatnonzero(real)), move(real), move(local), move(label),
                  move(count), count, touched, stream[position], halves[position], sent, epochs)  # fmt: skip
+
+
+def moved(array: np.ndarray, device: str | torch.device) -> Tensor:
+    """An array of the host on the run's device; a GPU fetches it by itself, from memory that stays where it is, while the host goes on."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else tensor.to(device)
+
+
+def gpu_kernels() -> Any:
+    """The fused kernels for GPUs. They need Triton, which comes with PyTorch's builds for GPUs."""
+    return importlib.import_module("fedbench.fused_gpu")
 
 
 class Spare:
@@ -293,13 +305,17 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         kernel: str = "auto",
         block_rows: int | None = None,
-        compile: bool = False,
+        compile: bool | None = None,
     ) -> None:
+        """kernel: auto (numba's on a CPU, Triton's on a GPU), off, or triton. compile: the generic step, on a GPU unless said otherwise."""
         self.algorithm, self.world, self.seed, self.device, self.dtype = algorithm, world, seed, device, dtype
         self.kernels = kernel == "auto" and device == "cpu"
+        on_gpu = device.startswith("cuda") and importlib.util.find_spec("triton") is not None
+        self.gpu_kernels: Any = gpu_kernels() if kernel == "triton" or (kernel == "auto" and on_gpu) else None
         self.block_rows = block_rows or rows_that_fit(algorithm.dim, device)
         self.spare = Spare()
-        self.step: Callable[..., Any] = torch.compile(step, dynamic=True) if compile else step
+        compiles = on_gpu if compile is None else compile
+        self.step: Callable[..., Any] = torch.compile(step, dynamic=True) if compiles else step
 
     def of_world(self, world: World) -> Engine:
         """The same for another federation."""
@@ -457,6 +473,8 @@ class Engine:
         plan = stage.fused if self.kernels else None
         if not stage.phases:
             return self.solve(block, held, sent, plan)
+        if self.gpu_kernels and type(stage.fused) is fused.DotBCE:
+            return self.train_on_gpu(block, held, stage, epoch)
         if plan is None:
             return self.train_generic(block, held, sent, stage, epoch)
         # Kernels train in place, and the algorithm's functions may have returned what they were given.
@@ -481,6 +499,15 @@ class Engine:
         weight = torch.arange(block.local.shape[1], device=self.device) < block.count[:, None]
         batch = Batch(block.local, block.label, weight.to(self.dtype))
         return {**held, **vmapped(self.algorithm.solve, held, sent, batch)}, nothing, nothing
+
+    def train_on_gpu(self, block: Block, held: Tensors, stage: Stage, epoch: int = 0) -> tuple[Tensors, Tensor, Tensor]:
+        """The same by a fused kernel for GPUs, which takes the samples in the order of every epoch at once."""
+        size = stage.batch_size or block.local.shape[1]
+        code = (2 * block.local + (block.label > 0)).to(torch.int32)
+        codes = torch.stack([code.gather(1, block.order(e, size)) for e in range(epoch, epoch + stage.epochs)])
+        held = {name: value.clone(memory_format=torch.contiguous_format) for name, value in held.items()}
+        touched = moved(block.touched, self.device)
+        return held, *self.gpu_kernels.train(stage.fused, held, codes, block.count, touched, size, self.algorithm.stop_below)
 
     def train_generic(self, block: Block, held: Tensors, sent: Tensors, stage: Stage, epoch: int = 0) -> tuple[Tensors, Tensor, Tensor]:
         """The same for any algorithm: vmap(grad) and a per-client optimizer, finished clients frozen by a mask."""

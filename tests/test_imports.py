@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,3 +69,19 @@ def test_an_installed_plug_in_is_listed_and_a_broken_one_is_named(tmp_path: Path
     assert done.returncode == 0
     assert any(line.split() == ["theirs", "A", "method", "of", "theirs."] for line in done.stdout.splitlines())
     assert done.stderr.count("\n") == 1 and "broken" in done.stderr and "left out" in done.stderr
+
+
+def test_kernels_are_compiled_anew_when_what_they_call_changes(tmp_path: Path) -> None:
+    """numba alone would look at the kernel's own file only."""
+    for folder in ("fedbench", "datasets"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def kept() -> str:
+        return run("import fedbench; print(fedbench.compiled_kernels())", tmp_path, tmp_path).stdout
+
+    first = kept()
+    (tmp_path / "fedbench" / "report.py").write_text("# calls no kernel\n")
+    assert kept() == first != ""
+    with (tmp_path / "fedbench" / "layers.py").open("a") as file:
+        file.write("# another one\n")
+    assert kept() not in (first, "")
