@@ -32,13 +32,13 @@ def mix(x: np.uint64) -> np.uint64:
 
 
 @njit(inline="always", cache=True)
-def bits(key: np.uint64, counter: int) -> np.uint64:
+def bits(key: np.uint64, counter: int | np.uint64) -> np.uint64:
     """The counter-th 64 random bits of a key."""
     return mix(key + (np.uint64(counter) + np.uint64(1)) * GOLDEN)
 
 
 @njit(inline="always", cache=True)
-def unit(key: np.uint64, counter: int) -> float:
+def unit(key: np.uint64, counter: int | np.uint64) -> float:
     """The counter-th uniform number of a key, in [0, 1)."""
     return np.float64(bits(key, counter) >> S11) * TO_UNIT
 

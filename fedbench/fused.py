@@ -33,7 +33,7 @@ from fedbench.layers import (
     take_rows,
     zeros,
 )
-from fedbench.split import shuffle
+from fedbench.split import permute, shuffle
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 """Adam's constants, as in torch.optim.Adam"""
@@ -128,24 +128,20 @@ def _paces(steps: int) -> np.ndarray:
 
 @njit(inline="always")
 def _rates(step: int, lr: float) -> tuple[float, float]:
-    """Adam's corrections of a step (from 1): lr / (1 - b1^step) and 1 / sqrt(1 - b2^step)."""
-    return lr / (1 - BETA1**step), 1 / math.sqrt(1 - BETA2**step)
+    """What a step of Adam (from 1) multiplies the moments' quotient by, and the second one's root.
 
-
-@njit(inline="always", fastmath=FAST, error_model=DIVIDE)
-def _shares(rate: float, a: float, b: float, c: float, d: float) -> tuple[float, float, float, float]:
-    """rate/a, rate/b, rate/c and rate/d by one division, which takes longer than all the products; right up to 1e9 each."""
-    left, right = a * b, c * d
-    share = rate / (left * right)
-    return b * (right * share), a * (right * share), d * (left * share), c * (left * share)
+    Kernels keep moments without their factors 1 - b1 and 1 - b2, a product less for each number and step: those factors are in here, beside
+    the corrections 1 / (1 - b1^step) and 1 / sqrt(1 - b2^step).
+    """
+    return lr * (1 - BETA1) / (1 - BETA1**step), math.sqrt((1 - BETA2) / (1 - BETA2**step))
 
 
 @njit(inline="always", fastmath=FAST, error_model=DIVIDE)
 def _moments(first: np.ndarray, second: np.ndarray, at: int, g: float, scale: float, tiny: float) -> tuple[float, float]:
-    """Adam's moments of the lanes at `at` after a gradient; returns the first and what to divide it by. scale = 1 / sqrt(1 - b2^step)"""
+    """Adam's moments of the lanes at `at` after a gradient; returns the first and what to divide it by. scale: see _rates"""
     kind = first.dtype.type
-    m = kind(BETA1) * take(first, at) + kind(1 - BETA1) * g
-    v = kind(BETA2) * take(second, at) + (kind(1 - BETA2) * g * g + tiny * tiny)
+    m = kind(BETA1) * take(first, at) + g
+    v = kind(BETA2) * take(second, at) + (g * g + tiny * tiny)
     put(first, at, m)
     put(second, at, v)
     return m, square_root(v) * scale + kind(EPSILON)
@@ -162,30 +158,26 @@ def _adamw(
     slope: float,
     tiny: float,
 ) -> None:
-    """One AdamW step over flat arrays, in place, along slope·grad; constants in the arrays' type: a float64 would halve the speed."""
+    """One AdamW step over flat arrays, in place, along slope·grad; constants in the arrays' type: a float64 would halve the speed.
+
+    Two quotients by one division, which takes longer than the products; right up to 1e18 each.
+    """
     kind = param.dtype.type
-    rate, scale, eps = kind(rates[0]), kind(rates[1]), kind(EPSILON)
-    b1, b2, c1, c2 = kind(BETA1), kind(BETA2), kind(1 - BETA1), kind(1 - BETA2)
-    whole = param.size // (4 * WIDTH) * (4 * WIDTH)
-    for at in range(0, whole, 4 * WIDTH):
-        i, j, k = at + WIDTH, at + 2 * WIDTH, at + 3 * WIDTH
+    rate, scale, eps, b1, b2 = kind(rates[0]), kind(rates[1]), kind(EPSILON), kind(BETA1), kind(BETA2)
+    pairs, lanes = param.size // (2 * WIDTH) * (2 * WIDTH), param.size // WIDTH * WIDTH
+    for at in range(0, pairs, 2 * WIDTH):
         m0, d0 = _moments(first, second, at, slope * take(grad, at), scale, tiny)
-        m1, d1 = _moments(first, second, i, slope * take(grad, i), scale, tiny)
-        m2, d2 = _moments(first, second, j, slope * take(grad, j), scale, tiny)
-        m3, d3 = _moments(first, second, k, slope * take(grad, k), scale, tiny)
-        s0, s1, s2, s3 = _shares(rate, d0, d1, d2, d3)
-        put(param, at, decay * take(param, at) - m0 * s0)
-        put(param, i, decay * take(param, i) - m1 * s1)
-        put(param, j, decay * take(param, j) - m2 * s2)
-        put(param, k, decay * take(param, k) - m3 * s3)
-    lanes = param.size // WIDTH * WIDTH
-    for at in range(whole, lanes, WIDTH):
+        m1, d1 = _moments(first, second, at + WIDTH, slope * take(grad, at + WIDTH), scale, tiny)
+        both = rate / (d0 * d1)
+        put(param, at, decay * take(param, at) - m0 * (d1 * both))
+        put(param, at + WIDTH, decay * take(param, at + WIDTH) - m1 * (d0 * both))
+    for at in range(pairs, lanes, WIDTH):
         m0, d0 = _moments(first, second, at, slope * take(grad, at), scale, tiny)
         put(param, at, decay * take(param, at) - rate * m0 / d0)
     for i in range(lanes, param.size):
         g = slope * grad[i]
-        first[i] = b1 * first[i] + c1 * g
-        second[i] = b2 * second[i] + (c2 * g * g + tiny * tiny)
+        first[i] = b1 * first[i] + g
+        second[i] = b2 * second[i] + (g * g + tiny * tiny)
         param[i] = decay * param[i] - rate * first[i] / (np.sqrt(second[i]) * scale + eps)
 
 
@@ -235,7 +227,6 @@ def _dot_step(
     rates: tuple[float, float],
     tiny: float,
     slopes: np.ndarray,
-    sums: np.ndarray,
     gp: np.ndarray,
 ) -> float:
     """One batch of a client: an Adam step of its rows, WIDTH of them side by side, and its vector [d]; returns the summed loss."""
@@ -243,7 +234,6 @@ def _dot_step(
     p, first_p, second_p = person
     d, kind = p.size, p.dtype.type
     rate, scale, zero = kind(rates[0]), kind(rates[1]), kind(0)
-    sums[:] = zero
     loss = spread(zero)
     for s in range(0, pos.size, WIDTH):  # a loop of its own: blocks do not wait for each other
         a, b, at = spread(zero), spread(zero), s * d
@@ -256,28 +246,35 @@ def _dot_step(
         error, value = _slope(a + b, take(pos, s), take(neg, s), share, kind(1))
         put(slopes, s, error)
         loss = loss + value
+    for j in range(0, d - 3, 4):
+        a, b, c, e = spread(zero), spread(zero), spread(zero), spread(zero)
+        at = j * WIDTH
+        for s in range(0, pos.size, WIDTH):
+            error = take(slopes, s)
+            a = a + error * take(q, at)
+            b = b + error * take(q, at + WIDTH)
+            c = c + error * take(q, at + 2 * WIDTH)
+            e = e + error * take(q, at + 3 * WIDTH)
+            at += d * WIDTH
+        gp[j], gp[j + 1], gp[j + 2], gp[j + 3] = across(a), across(b), across(c), across(e)
+    for j in range(d // 4 * 4, d):
+        a, at = spread(zero), j * WIDTH
+        for s in range(0, pos.size, WIDTH):
+            a = a + take(slopes, s) * take(q, at)
+            at += d * WIDTH
+        gp[j] = across(a)
     for s in range(0, pos.size, WIDTH):
         error, at = take(slopes, s), s * d
-        for j in range(d):
-            put(sums, j * WIDTH, take(sums, j * WIDTH) + error * take(q, at + j * WIDTH))
-        for j in range(0, d - 3, 4):
-            a, b, c = at + WIDTH, at + 2 * WIDTH, at + 3 * WIDTH
+        for j in range(0, d - 1, 2):
             m0, d0 = _moments(first, second, at, repeat(p, j) * error, scale, tiny)
-            m1, d1 = _moments(first, second, a, repeat(p, j + 1) * error, scale, tiny)
-            m2, d2 = _moments(first, second, b, repeat(p, j + 2) * error, scale, tiny)
-            m3, d3 = _moments(first, second, c, repeat(p, j + 3) * error, scale, tiny)
-            s0, s1, s2, s3 = _shares(rate, d0, d1, d2, d3)
-            put(q, at, take(q, at) - m0 * s0)
-            put(q, a, take(q, a) - m1 * s1)
-            put(q, b, take(q, b) - m2 * s2)
-            put(q, c, take(q, c) - m3 * s3)
-            at += 4 * WIDTH
-        for j in range(d // 4 * 4, d):
-            m0, d0 = _moments(first, second, at, repeat(p, j) * error, scale, tiny)
+            m1, d1 = _moments(first, second, at + WIDTH, repeat(p, j + 1) * error, scale, tiny)
+            both = rate / (d0 * d1)
+            put(q, at, take(q, at) - m0 * (d1 * both))
+            put(q, at + WIDTH, take(q, at + WIDTH) - m1 * (d0 * both))
+            at += 2 * WIDTH
+        if d % 2:
+            m0, d0 = _moments(first, second, at, repeat(p, d - 1) * error, scale, tiny)
             put(q, at, take(q, at) - rate * m0 / d0)
-            at += WIDTH
-    for j in range(d):
-        gp[j] = across(take(sums, j * WIDTH))
     _adam(p, gp, first_p, second_p, rates, tiny)
     return across(loss)
 
@@ -373,19 +370,26 @@ def _elastic_step(
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
-def _count(local: np.ndarray, label: np.ndarray, order: np.ndarray, counts: np.ndarray) -> None:
+def _codes(local: np.ndarray, label: np.ndarray, half: int) -> np.ndarray:
+    """Where each sample is counted: at its row, those of label 0 in the second half."""
+    codes = np.empty(local.size, np.int32)
+    for s in range(local.size):
+        codes[s] = local[s] + (label[s] <= 0) * half
+    return codes
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def _count(codes: np.ndarray, counts: np.ndarray) -> None:
     """How many samples of label 1, and then how many of label 0, each row has in a batch."""
     counts[:] = 0
-    half = np.uint64(counts.size // 2)
-    for s in range(order.size):
-        at = np.uint64(order[s])  # unsigned: no check for what counts from the end
-        counts[np.uint64(local[at]) + np.uint64(label[at] <= 0) * half] += counts.dtype.type(1)
+    for s in range(codes.size):
+        counts[np.uint32(codes[s])] += counts.dtype.type(1)  # unsigned: no check for what counts from the end
 
 
 @njit
 def _room(t: int, d: int, batch: int, sizes: np.ndarray, adapter: int) -> int:
     """How many numbers the training of a client with t rows needs room for."""
-    plain = 4 * d * padded(t) + 3 * padded(t) + 3 * padded(d) + d * WIDTH
+    plain = 4 * d * padded(t) + 3 * padded(t) + 3 * padded(d)
     most = padded(min(t, batch))
     return plain + (3 * d + 4) * most + 4 * padded(adapter) + 2 * (sizes.sum() + 1) * TILE + padded(sizes.sum())
 
@@ -422,21 +426,22 @@ def _train_dot(
     first_p, at = part(room, at, d)
     second_p, at = part(room, at, d)
     gp, at = part(room, at, d)
-    sums, at = part(room, at, d * WIDTH)
     first[:], second[:], first_p[:], second_p[:] = 0, 0, 0, 0
     rows, person, pos, neg = (q, first, second), (p, first_p, second_p), counts[:width], counts[width:]
     take_rows(table, row, q, 0, d * WIDTH, WIDTH)
-    order = np.empty(n, np.int64)
+    codes = _codes(local, label, width)
+    order = codes.copy()
     step, summed, seen, mean = 0, 0.0, 0, 0.0
     for epoch in range(epochs):
-        if n > batch or epoch == 0:
-            shuffle(order, key, epoch, batch)
+        if n > batch:
+            order[:] = codes
+            permute(order, key, epoch, batch)
         for start in range(0, n, batch):
             stop = min(start + batch, n)
             if n > batch or epoch == 0:
-                _count(local, label, order[start:stop], counts)
+                _count(order[start:stop], counts)
             rates = lr * paces[step, 0], paces[step, 1]
-            summed += _dot_step(rows, person, pos, neg, kind(1 / (stop - start)), rates, tiny, slopes, sums, gp)
+            summed += _dot_step(rows, person, pos, neg, kind(1 / (stop - start)), rates, tiny, slopes, gp)
             step += 1
             seen += stop - start
         mean, settled = _settled(summed, seen, mean, tolerance, epoch)
@@ -505,7 +510,8 @@ def _train_elastic(
     rest = mine, change, slopes, gp, seen_w, gw, nothing
     pos, neg, own, grad = (some[:most], some[most:], own, grad) if cut else (counts[:width], counts[width:], q, gq)
     whole, lying, slope = table.reshape(-1), q[: t * d].reshape(t, d), gq[: t * d].reshape(t, d)
-    used, which, order = np.empty(t + 1, np.int64), np.empty(t + 1, np.int64), np.empty(n, np.int64)
+    used, which, codes = np.empty(t + 1, np.int64), np.empty(t + 1, np.int64), _codes(local, label, width)
+    order = codes.copy()
     if cut:
         for i in range(t):
             copy(whole, row[i] * d, q, i * d, d)
@@ -514,12 +520,13 @@ def _train_elastic(
         take_rows(sent, row, other, 0, d * WIDTH, WIDTH)
     step, summed, seen, mean, k = 0, 0.0, 0, 0.0, t
     for epoch in range(epochs):
-        if cut or epoch == 0:
-            shuffle(order, key, epoch, batch)
+        if cut:
+            order[:] = codes
+            permute(order, key, epoch, batch)
         for start in range(0, n, batch):
             stop = min(start + batch, n)
             if cut or epoch == 0:
-                _count(local, label, order[start:stop], counts)
+                _count(order[start:stop], counts)
             if cut:
                 some[:] = 0
                 k = 0
@@ -770,8 +777,7 @@ def train_neumf(
     longest = epochs * -(-max(count.max(), 1) // batch)
     rates, roots = np.empty(longest, user.dtype), np.empty(longest, user.dtype)
     for t in range(longest):
-        rates[t] = lr / (1 - BETA1 ** (t + 1))
-        roots[t] = 1 / math.sqrt(1 - BETA2 ** (t + 1))
+        rates[t], roots[t] = _rates(t + 1, lr)
     fade = np.empty((3, longest + 1), user.dtype)
     for t in range(longest + 1):
         fade[0, t], fade[1, t], fade[2, t] = BETA1**t, BETA2 ** (t / 2), (1 - lr * weight_decay) ** t

@@ -113,8 +113,8 @@ def _integers(kind: Any) -> tuple[Any, int, int]:
 
 
 @functools.cache
-def _guesses_roots() -> bool:
-    """Whether kernels are compiled for a machine with AVX-512."""
+def has_avx512() -> bool:
+    """Whether kernels are compiled for a machine with AVX-512, whose 32 registers hold the Lanes of float32 each; others need two of 16."""
     return "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 
 
@@ -126,7 +126,7 @@ def _halved(builder: Any, x: Any, times: Any, kind: Any) -> Any:
 
 def _square_root(builder: Any, x: Any, kind: Any) -> Any:
     """Where an instruction guesses 1/√x of sixteen numbers: that and a step of Newton's, in less time than the machine's own root takes."""
-    if not isinstance(kind, ir.VectorType) or not isinstance(kind.element, ir.FloatType) or not _guesses_roots():
+    if not isinstance(kind, ir.VectorType) or not isinstance(kind.element, ir.FloatType) or not has_avx512():
         return _known(builder, "llvm.sqrt", kind, x)
     name, mask = "llvm.x86.avx512.rsqrt14.ps.512", ir.IntType(16)
     guess = builder.module.globals.get(name) or ir.Function(builder.module, ir.FunctionType(kind, [kind, kind, mask]), name)
@@ -285,11 +285,13 @@ def _times(builder: Any, place: Any, left: Any, right: Any) -> None:
     builder.store(builder.fadd(builder.load(place), builder.fmul(left, right, flags=EXACT), flags=EXACT), place)
 
 
-def mixer(outs: int, blocks: int) -> Any:
+def mixer(outs: int, blocks: int, keeps: str) -> Any:
     """A function that fills `outs` rows, `blocks` lanes of each, with weighted sums of other rows. All its sums are in registers at once.
 
-    mix(values, x, count, weights, w, by_out, by_in, begin, b, out, y, step): the lanes at out[y + o·step + ...] become
+    mix(values, x, count, weights, w, by_out, by_in, begin, b, out, y, step, gate): the lanes at out[y + o·step + ...] become
     begin[b + o] + sum over k < count of weights[w + o·by_out + k·by_in] · the lanes at values[x + k·step + ...]
+    Of these sums it keeps all, the positive ones, or those where the same place of `gate` is positive (gated); the others become 0. To do
+    so afterwards would cost more than the sums: of lanes that are read, picked from and written back the compiler makes masked writes.
     """
 
     def mix(
@@ -306,6 +308,7 @@ def mixer(outs: int, blocks: int) -> Any:
         out: Any,
         y: Any,
         step: Any,
+        gate: Any,
     ) -> Any:
         whole, align = types.intp, values.dtype.bitwidth // 8
 
@@ -336,20 +339,30 @@ def mixer(outs: int, blocks: int) -> Any:
                     factor = _filled(builder, builder.load(builder.gep(weight, [times(o, given[5])])), vector)
                     for place, cell in zip(row, cells, strict=True):
                         _times(builder, place, factor, cell)
+            nothing = ir.Constant(vector, [0.0] * WIDTH)
             for o, row in enumerate(sums):
                 for block, place in enumerate(row):
-                    builder.store(builder.load(place), lanes(at(9, times(o, given[11])), block), align=align)
+                    value = builder.load(place)
+                    if keeps == "positive":
+                        value = builder.select(builder.fcmp_ordered(">", nothing, value), nothing, value)
+                    elif keeps == "gated":
+                        gates = context.make_array(signature.args[12])(context, builder, given[12]).data
+                        opens = lanes(builder.gep(gates, [builder.add(given[10], times(o, given[11]))]), block)
+                        opens = builder.load(opens, align=align)
+                        value = builder.select(builder.fcmp_ordered(">", opens, nothing), value, nothing)
+                    builder.store(value, lanes(at(9, times(o, given[11])), block), align=align)
             return context.get_dummy_value()
 
-        return types.void(values, whole, whole, weights, whole, whole, whole, begin, whole, out, whole, whole), generate
+        return types.void(values, whole, whole, weights, whole, whole, whole, begin, whole, out, whole, whole, gate), generate
 
     return intrinsic(mix)
 
 
-def multiplier(ups: int) -> Any:
-    """A function that adds the products of `ups` rows with eight others to an array, all of them in registers at once.
+def multiplier(ups: int, others: int) -> Any:
+    """A function that adds the products of `ups` rows with `others` (2, 4 or 8) to an array, all of them in registers at once.
 
-    multiply(up, x, acts, y, n, step, out, at, by): out[at + u·by + i] += the n numbers at up[x + u·step] · those at acts[y + i·step], i < 8
+    multiply(up, x, acts, y, n, step, out, at, by): out[at + u·by + i] += the n numbers at up[x + u·step] · those at acts[y + i·step],
+    i < others
     """
 
     def multiply(typing: Any, up: Any, x: Any, acts: Any, y: Any, n: Any, step: Any, out: Any, at: Any, by: Any) -> Any:
@@ -363,25 +376,25 @@ def multiplier(ups: int) -> Any:
                 far = builder.mul(ir.Constant(ir.IntType(64), number), given[5])
                 return builder.load(builder.bitcast(builder.gep(builder.gep(place, [far]), [where]), vector.as_pointer()), align=align)
 
-            sums = [[cgutils.alloca_once(builder, vector) for _ in range(8)] for _ in range(ups)]
+            sums = [[cgutils.alloca_once(builder, vector) for _ in range(others)] for _ in range(ups)]
             for place in sum(sums, []):
                 builder.store(ir.Constant(vector, None), place)
             stride = ir.Constant(ir.IntType(64), WIDTH)
             with cgutils.for_range(builder, builder.udiv(given[4], stride)) as loop:
                 where = builder.mul(loop.index, stride)
-                left, right = [row(0, u, where) for u in range(ups)], [row(2, i, where) for i in range(8)]
+                left, right = [row(0, u, where) for u in range(ups)], [row(2, i, where) for i in range(others)]
                 for u in range(ups):
-                    for i in range(8):
+                    for i in range(others):
                         _times(builder, sums[u][i], left[u], right[i])
             for u in range(ups):
                 values = [builder.load(place) for place in sums[u]]
-                for half in (8, 4, 2):
-                    values = [_fold(builder, *pair, half) for pair in zip(values[::2], values[1::2], strict=True)]
-                eight = _fold(builder, values[0], values[0], 1)
+                for half in (8, 4, 2, 1):
+                    pairs = zip(values[::2], values[1::2], strict=True) if len(values) > 1 else [(values[0], values[0])]
+                    values = [_fold(builder, *pair, half) for pair in pairs]
                 far = builder.mul(ir.Constant(ir.IntType(64), u), given[8])
                 place = builder.gep(_pointer(context, builder, signature, given, 6), [far])
-                place = builder.bitcast(place, eight.type.as_pointer())
-                builder.store(builder.fadd(builder.load(place, align=align), eight, flags=EXACT), place, align=align)
+                place = builder.bitcast(place, values[0].type.as_pointer())
+                builder.store(builder.fadd(builder.load(place, align=align), values[0], flags=EXACT), place, align=align)
             return context.get_dummy_value()
 
         return types.void(up, whole, acts, whole, whole, whole, out, whole, whole), generate

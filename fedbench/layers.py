@@ -5,13 +5,28 @@ A network's numbers are kept feature by feature: row f of an array of rows of TI
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numba import njit
 
 from fedbench.elementary import exp_minus
-from fedbench.lanes import WIDTH, across, magnitude, mixer, multiplier, pick, prefetch, put, repeat, spread, take, turn_in, turn_out
+from fedbench.lanes import (
+    WIDTH,
+    across,
+    has_avx512,
+    magnitude,
+    mixer,
+    multiplier,
+    pick,
+    prefetch,
+    put,
+    repeat,
+    spread,
+    take,
+    turn_in,
+    turn_out,
+)
 
 FAST = {"reassoc", "contract", "nsz"}
 """sums may be reordered, as vector instructions need; infinities and NaN keep their meaning. Without arcp: vector instructions would
@@ -21,8 +36,9 @@ DIVIDE: Final = "numpy"
 """no check for a zero divisor: it would keep every loop that divides from being vectorised"""
 TILE = 128
 """rows whose layers are computed at once, a feature's numbers side by side"""
-mix_one, mix_eight, mix_eight_by_two = mixer(1, 1), mixer(8, 1), mixer(8, 2)
-multiply_one, multiply_two = multiplier(1), multiplier(2)
+OUTS, BLOCKS, UPS, OTHERS = (8, 2, 2, 8) if has_avx512() else (4, 1, 1, 4)
+"""sums that are made at a time, OUTS by BLOCKS in mixing and UPS by OTHERS in products: as many as there are registers for"""
+multiply_one, multiply_many = multiplier(1, OTHERS), multiplier(UPS, OTHERS)
 
 
 @njit(inline="always")
@@ -53,55 +69,71 @@ def mixed(begin: float, values: np.ndarray, source: int, count: int, s: int, wei
     return begin
 
 
-@njit(fastmath=FAST, error_model=DIVIDE)
-def mix_rows(
-    values: np.ndarray,
-    source: int,
-    count: int,
-    out: np.ndarray,
-    target: int,
-    begin: np.ndarray,
-    weights: np.ndarray,
-    at: int,
-    by_out: int,
-    by_in: int,
-    n: int,
-) -> None:
-    """Row target + o of `out` = begin[o] + sum over k of weights[at + o·by_out + k·by_in] · row source + k of `values`, n numbers of each.
+def mixer_of_rows(keeps: str) -> Any:
+    """A function that fills rows with weighted sums of other rows, of which it keeps `all`, those over 0 (`positive`), or those where the
+    same place of another array is over 0 (`gated`), the rest being 0.
 
-    Eight rows of two lanes at a time: their sums stay in registers, and what is read serves all of them.
+    Row target + o of `out` = begin[o] + sum over k of weights[at + o·by_out + k·by_in] · row source + k of `values`, n numbers of each.
+    OUTS rows of BLOCKS lanes at a time: their sums stay in registers, and what is read serves all of them.
     """
-    s = 0
-    while s < n:
-        two = s + 2 * WIDTH <= n
-        x, y = source * TILE + s, target * TILE + s
-        for o in range(0, begin.size - 7, 8):
-            if two:
-                mix_eight_by_two(values, x, count, weights, at + o * by_out, by_out, by_in, begin, o, out, y + o * TILE, TILE)
-            else:
-                mix_eight(values, x, count, weights, at + o * by_out, by_out, by_in, begin, o, out, y + o * TILE, TILE)
-        for o in range(begin.size // 8 * 8, begin.size):
-            mix_one(values, x, count, weights, at + o * by_out, by_out, by_in, begin, o, out, y + o * TILE, TILE)
-            if two:
-                mix_one(values, x + WIDTH, count, weights, at + o * by_out, by_out, by_in, begin, o, out, y + o * TILE + WIDTH, TILE)
-        s += 2 * WIDTH if two else WIDTH
+    one, some, many = mixer(1, 1, keeps), mixer(OUTS, 1, keeps), mixer(OUTS, BLOCKS, keeps)
+
+    @njit(fastmath=FAST, error_model=DIVIDE)
+    def mix(
+        values: np.ndarray,
+        source: int,
+        count: int,
+        out: np.ndarray,
+        target: int,
+        begin: np.ndarray,
+        weights: np.ndarray,
+        at: int,
+        by_out: int,
+        by_in: int,
+        n: int,
+        gate: np.ndarray,
+    ) -> None:
+        s = 0
+        while s < n:
+            fits = s + BLOCKS * WIDTH <= n
+            wide = BLOCKS * WIDTH if fits else WIDTH
+            x, y = source * TILE + s, target * TILE + s
+            for o in range(0, begin.size - OUTS + 1, OUTS):
+                if fits:
+                    many(values, x, count, weights, at + o * by_out, by_out, by_in, begin, o, out, y + o * TILE, TILE, gate)
+                else:
+                    some(values, x, count, weights, at + o * by_out, by_out, by_in, begin, o, out, y + o * TILE, TILE, gate)
+            for o in range(begin.size // OUTS * OUTS, begin.size):
+                for b in range(0, wide, WIDTH):
+                    one(values, x + b, count, weights, at + o * by_out, by_out, by_in, begin, o, out, y + o * TILE + b, TILE, gate)
+            s += wide
+
+    return mix
+
+
+mix_rows, mix_positive, mix_gated = map(mixer_of_rows, ("all", "positive", "gated"))
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
 def products(up: np.ndarray, row: int, ups: int, acts: np.ndarray, source: int, count: int, out: np.ndarray, at: int, n: int) -> None:
     """out[at + u·count + i] += row row + u of up · row source + i of acts, for u < ups, i < count; rows of TILE numbers, n of each used."""
-    for u in range(ups):
+    u = 0
+    while u < ups:
+        fits = u + UPS <= ups
+        here = UPS if fits else 1
         x, to = (row + u) * TILE, at + u * count
-        for i in range(0, count - 7, 8):
-            if u % 2 == 0 and u + 1 < ups:
-                multiply_two(up, x, acts, (source + i) * TILE, n, TILE, out, to + i, count)
-            elif u % 2 == 0:
+        for i in range(0, count - OTHERS + 1, OTHERS):
+            if fits:
+                multiply_many(up, x, acts, (source + i) * TILE, n, TILE, out, to + i, count)
+            else:
                 multiply_one(up, x, acts, (source + i) * TILE, n, TILE, out, to + i, count)
-        for i in range(count // 8 * 8, count):
-            a = spread(out.dtype.type(0))
-            for s in range(0, n, WIDTH):
-                a = a + take(up, x + s) * take(acts, (source + i) * TILE + s)
-            out[to + i] += across(a)
+        for v in range(here):
+            for i in range(count // OTHERS * OTHERS, count):
+                a = spread(out.dtype.type(0))
+                for s in range(0, n, WIDTH):
+                    a = a + take(up, x + v * TILE + s) * take(acts, (source + i) * TILE + s)
+                out[to + v * count + i] += across(a)
+        u += here
 
 
 @njit(inline="always")
@@ -120,15 +152,15 @@ def forward(weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, n: int, sq
         target = source + fan_in
         bias = at + fan_in * fan_out
         end = bias + fan_out
-        mix_rows(acts, source, fan_in, acts, target, weights[bias:end], weights, at, fan_in, 1, n)
-        for o in range(target, target + fan_out):
-            for y in range(o * TILE, o * TILE + n, WIDTH):
-                x = take(acts, y)
-                if squash and layer == sizes.size - 2:
+        if squash and layer == sizes.size - 2:
+            mix_rows(acts, source, fan_in, acts, target, weights[bias:end], weights, at, fan_in, 1, n, acts)
+            for o in range(target, target + fan_out):
+                for y in range(o * TILE, o * TILE + n, WIDTH):
+                    x = take(acts, y)
                     tail = exp_minus(magnitude(x))
                     put(acts, y, pick(x, zero, spread(one), tail) / (one + tail))
-                else:
-                    put(acts, y, pick(zero, x, spread(zero), x))
+        else:
+            mix_positive(acts, source, fan_in, acts, target, weights[bias:end], weights, at, fan_in, 1, n, acts)
         source = target
         at = end
 
@@ -166,12 +198,10 @@ def backward(
                 for s in range(0, n, WIDTH):
                     slopes = slopes + take(delta, (target + o) * TILE + s)
                 grad[bias + o] += across(slopes)
-        wanted = fan_in if layer > 0 else of_inputs
-        mix_rows(delta, target, fan_out, delta, source, nothing[:wanted], weights, at, 1, fan_in, n)
         if layer > 0:
-            for i in range(source, target):
-                for y in range(i * TILE, i * TILE + n, WIDTH):
-                    put(delta, y, pick(take(acts, y), zero, take(delta, y), spread(zero)))
+            mix_gated(delta, target, fan_out, delta, source, nothing[:fan_in], weights, at, 1, fan_in, n, acts)
+        else:
+            mix_rows(delta, target, fan_out, delta, source, nothing[:of_inputs], weights, at, 1, fan_in, n, acts)
         target = source
         end = at
 

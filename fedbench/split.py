@@ -562,19 +562,27 @@ def sample_round(
     return Samples(cohort, ptr, local, label, row_ptr, used)
 
 
-@njit(inline="always", cache=True)
+@njit(nogil=True, cache=True)
 def shuffle(order: np.ndarray, key: np.uint64, epoch: int, batch: int) -> None:
     """Fill `order` with a permutation of its positions for this epoch; a client with one batch needs none."""
-    n = order.size
-    for i in range(n):
+    for i in range(order.size):
         order[i] = i
+    permute(order, key, epoch, batch)
+
+
+@njit(nogil=True, cache=True)
+def permute(values: np.ndarray, key: np.uint64, epoch: int, batch: int) -> None:
+    """The same permutation of any values, in place."""
+    n = values.size
     if n > batch:
-        swap = np.empty(n, np.int64)
-        for i in range(n):  # a loop of its own, which vectorises
-            swap[i] = np.int64(unit(key, epoch * n + i) * (i + 1))
+        swap, first = np.empty(n, np.int32), np.uint64(epoch * n)
+        for i in range(
+            n
+        ):  # a loop of its own, which vectorises: by 32-bit numbers, others have no vector instructions for it before AVX-512
+            swap[i] = np.int32(unit(key, first + np.uint64(i)) * np.float64(np.int32(i + 1)))
         for i in range(n - 1, 0, -1):
             j = swap[i]
-            order[i], order[j] = order[j], order[i]
+            values[i], values[j] = values[j], values[i]
 
 
 @njit(parallel=True, nogil=True, cache=True)

@@ -14,6 +14,8 @@ from fedbench.lanes import (
     across,
     halved,
     magnitude,
+    mixer,
+    multiplier,
     pick,
     put,
     repeat,
@@ -24,7 +26,7 @@ from fedbench.lanes import (
     turn_out,
     whole,
 )
-from fedbench.layers import TILE, copy, give_rows, mix_rows, padded, part, products, take_rows, zeros
+from fedbench.layers import TILE, copy, give_rows, mix_gated, mix_positive, mix_rows, padded, part, products, take_rows, zeros
 
 KINDS = pytest.mark.parametrize("kind", [np.float32, np.float64])
 
@@ -156,7 +158,7 @@ def test_rows_side_by_side_and_back(d: int, n: int, kind: type) -> None:
 @njit
 def layer(values: np.ndarray, weights: np.ndarray, begin: np.ndarray, n: int, out: np.ndarray, grad: np.ndarray) -> None:
     outs, ins = begin.size, weights.size // begin.size
-    mix_rows(values, 0, ins, out, 1, begin, weights, 0, ins, 1, n)
+    mix_rows(values, 0, ins, out, 1, begin, weights, 0, ins, 1, n, out)
     products(out, 1, outs, values, 0, ins, grad, 0, n)
 
 
@@ -173,6 +175,47 @@ def test_weighted_sums_and_products(n: int, ins: int, outs: int, kind: type) -> 
     np.testing.assert_allclose(out[1:, :n], wanted, **close)
     assert not out[0].any() and not out[:, n:].any()
     np.testing.assert_allclose(grad.reshape(outs, ins), 1 + wanted @ values[:, :n].T, rtol=0, atol=2000 * np.finfo(kind).eps)
+
+
+@njit
+def kept(values: np.ndarray, weights: np.ndarray, begin: np.ndarray, n: int, positive: np.ndarray, gated: np.ndarray) -> None:
+    ins = weights.size // begin.size
+    mix_positive(values, 0, ins, positive, 0, begin, weights, 0, ins, 1, n, values)
+    mix_gated(values, 0, ins, gated, 0, begin, weights, 0, ins, 1, n, values)
+
+
+@KINDS
+@pytest.mark.parametrize("outs", [1, 7, 16])
+def test_sums_that_are_kept(outs: int, kind: type) -> None:
+    values, weights, begin = numbers(kind, 16, TILE), numbers(kind, outs, 16, seed=1), numbers(kind, outs, seed=2)
+    begin[-1] = np.nan
+    positive, gated = np.ones((outs, TILE), kind), np.ones((outs, TILE), kind)
+    kept(values.reshape(-1), weights.reshape(-1), begin, 48, positive.reshape(-1), gated.reshape(-1))
+    wanted = (begin[:, None] + weights @ values)[:, :48]
+    close = {"rtol": 0, "atol": 200 * np.finfo(kind).eps}
+    np.testing.assert_allclose(positive[:, :48], np.where(wanted < 0, 0, wanted), **close)  # what is not a number is seen
+    np.testing.assert_allclose(gated[:, :48], np.where(values[:outs, :48] > 0, wanted, 0), **close)
+    assert (positive[:, 48:] == 1).all() and (gated[:, 48:] == 1).all()
+
+
+@KINDS
+@pytest.mark.parametrize(("outs", "blocks", "ups", "others"), [(8, 2, 2, 8), (4, 1, 1, 4)], ids=["AVX-512", "others"])
+def test_sums_at_a_time_of_either_kind_of_machine(outs: int, blocks: int, ups: int, others: int, kind: type) -> None:
+    mix, multiply = mixer(outs, blocks, "all"), multiplier(ups, others)
+
+    @njit
+    def run(values: np.ndarray, weights: np.ndarray, begin: np.ndarray, out: np.ndarray, grad: np.ndarray) -> None:
+        mix(values, 0, 5, weights, 0, 5, 1, begin, 0, out, 0, TILE, out)
+        multiply(out, 0, values, 0, WIDTH, TILE, grad, 0, others)
+
+    values, weights, begin = numbers(kind, 8, TILE), numbers(kind, outs, 5, seed=1), numbers(kind, outs, seed=2)
+    out, grad = np.zeros((outs, TILE), kind), np.ones((ups, others), kind)
+    run(values.reshape(-1), weights.reshape(-1), begin, out.reshape(-1), grad.reshape(-1))
+    wide = blocks * WIDTH
+    np.testing.assert_allclose(out[:, :wide], begin[:, None] + weights @ values[:5, :wide], rtol=0, atol=100 * np.finfo(kind).eps)
+    assert not out[:, wide:].any()
+    wanted = 1 + out[:ups, :WIDTH] @ values[:others, :WIDTH].T
+    np.testing.assert_allclose(grad, wanted, rtol=0, atol=1000 * np.finfo(kind).eps)
 
 
 @njit
