@@ -105,8 +105,8 @@ def rank_main() -> None:
         return finite(server)
 
     Federation.samples, Federation.next_round, federation.finite = failing, watched, looking  # type: ignore[method-assign]
-    damaged = Failures.damaged
-    code = 0
+    ranks.BLOCK = 5000  # a few tables at once
+    damaged, code = Failures.damaged, 0
     for command in sys.argv[1:]:
         Failures.damaged = spoilt if "spoilt" in command else damaged  # type: ignore[method-assign]
         code = cli.guard(cli.train, command.replace("RANK", str(ranks.number())).split())
