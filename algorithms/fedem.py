@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedbench.aggregate import delivered, signatures, similarity, solve_weights, weighted_tables
+from fedbench.aggregate import Tables, delivered, signatures, similarity, solve_weights
 from fedbench.algorithm import Algorithm, Answer, Batch, Phase, Tensors, World, bce
 from fedbench.draw import Draw
 from fedbench.engine import Uploads
@@ -151,19 +151,19 @@ class FedEM(Algorithm):
     def aggregate(self, server: Tensors, uploads: Uploads, draw: Draw) -> Tensors:
         n = len(uploads.clients)
         picked = draw.subset("aggregated", n, self.aggregated(n))
-        tables = uploads.dense("items", picked)
-        mixed = weighted_tables(self.weights(tables, uploads.dense("samples", picked)), tables)
-        return delivered(server, "tables", mixed, uploads.clients[picked], uploads)
+        tables = uploads.tables("items", picked)
+        mixed = tables.mixed(self.weights(tables, uploads.dense("samples", picked)))
+        return delivered(server, "tables", mixed, uploads.clients[picked][tables.own], uploads)
 
-    def weights(self, tables: Tensor, samples: Tensor) -> Tensor:
-        """[S, M, d], [S] -> [S, S]: row u says how much each table weighs in client u's mixture; [1, S] if that is the same for all."""
+    def weights(self, tables: Tables, samples: Tensor) -> Tensor:
+        """[R, M, d] of S, [S] -> [R, S]: row u says how much each table weighs in client u's mixture; [S] if that is the same for all."""
         p = samples.double() / samples.sum().clamp(min=1)
         cap = max(self.max_weight, 1 / len(p))  # fewer clients than expected may have answered
         if self.aggregation == "avg" or (self.aggregation == "both" and self.alpha == 0):
-            return solve_weights(p[None], self.solver, cap)
-        sigma = similarity(signatures(tables), self.similarity)
+            return solve_weights(p[None], self.solver, cap)[0]
+        sigma = similarity(tables.each(signatures), self.similarity, tables.own)
         if self.exclude_self:
-            sigma.fill_diagonal_(0)
+            sigma.diagonal(tables.start).zero_()
         if self.aggregation == "sim":
             sigma = sigma.clamp(min=0)
             target = sigma / sigma.sum(dim=1, keepdim=True).clamp(min=1e-12)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -70,6 +70,55 @@ class Rows(NamedTuple):
     def sent(self) -> int:
         """How many rows, over all clients."""
         return int(self.total(torch.tensor(len(self.item), device=self.item.device)))
+
+
+def one_block(work: Callable[[], Tensor]) -> Iterator[Tensor]:
+    """The rows of all ranks if there is one."""
+    yield work()
+
+
+class Tables(NamedTuple):
+    """Whole tables of the clients' own, in the order of the cohort. Where ranks share a run, each has its own clients'."""
+
+    value: Tensor
+    """[R, M, ...] those that are here, all S in one process"""
+    start: int
+    """position in the cohort of the first of them"""
+    clients: int
+    """S in the cohort"""
+    passed: Callable[[Callable[[], Tensor]], Iterator[Tensor]] = one_block
+    """the rows that every rank makes, in the order of the cohort and some at once; all must ask for it, and see the end of it"""
+
+    @property
+    def own(self) -> slice:
+        """The positions in the cohort of those that are here."""
+        return slice(self.start, self.start + len(self.value))
+
+    def picked(self, at: Tensor) -> Tables:
+        """Those at the ascending positions `at` of the cohort; no copy when all are picked."""
+        if len(at) == self.clients:
+            return self
+        here = at[(at >= self.own.start) & (at < self.own.stop)]
+        return Tables(self.value[here - self.start], int((at < self.start).sum()), len(at), self.passed)
+
+    def each(self, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """[S, ...]: what `make` finds for each table, [R, M, ...] -> [R, ...], where it is."""
+        blocks = list(self.passed(lambda: make(self.value)))
+        return torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+
+    def mixed(self, weights: Tensor) -> Tensor:
+        """[R, S] -> [R, M, ...]: a mixture of all tables for each client whose table is here; [S] -> [1, M, ...]: one for all clients."""
+        if weights.dim() == 1:
+            return reduce(torch.add, self.passed(lambda: weighted_tables(weights[None, self.own], self.value)))
+        mixed, at = self.value, 0
+        for tables in self.passed(lambda: self.value):
+            some = weights[:, at : at + len(tables)]
+            if at == 0:
+                mixed = weighted_tables(some, tables)
+            else:
+                mixed.flatten(1).addmm_(some.to(tables.dtype), tables.flatten(1))
+            at += len(tables)
+        return mixed
 
 
 def summed_by_item(item: Tensor, value: Tensor, items: int) -> Tensor:
@@ -176,15 +225,18 @@ def _along(tables: np.ndarray, mean: np.ndarray, direction: np.ndarray, out: np.
             out[c, start : start + TILE] = scores[: some.size]
 
 
-def similarity(vectors: Tensor, measure: str) -> Tensor:
-    """[S, M] -> [S, S] in float64: 1 / (1 + distance) with values over 0.9 taken as 1 (l2), or the cosine (cos)."""
+def similarity(vectors: Tensor, measure: str, own: slice = slice(None)) -> Tensor:
+    """[S, M] -> [S, S] in float64: 1 / (1 + distance) with values over 0.9 taken as 1 (l2), or the cosine (cos).
+
+    own: the rows that are asked for, if not all of them.
+    """
     vectors = vectors.double()
     if measure == "cos":
         unit = torch.nn.functional.normalize(vectors, dim=1)
-        return unit @ unit.T
+        return unit[own] @ unit.T
     square = (vectors * vectors).sum(dim=1)
-    distance = (square[:, None] + square[None, :] - 2 * (vectors @ vectors.T)).clamp(min=0).sqrt()
-    distance.fill_diagonal_(0)
+    distance = (square[own, None] + square[None, :] - 2 * (vectors[own] @ vectors.T)).clamp(min=0).sqrt()
+    distance.diagonal(own.start or 0).zero_()
     close = 1 / (1 + distance)
     return torch.where(close > 0.9, 1.0, close)
 
@@ -230,7 +282,7 @@ def solve_weights(target: Tensor, solver: str, max_weight: float = 1.0) -> Tenso
         if x.value is None:
             raise FedbenchError(f"the aggregation weights could not be solved (cvxpy: {problem.status}); use --solver exact")
         rows.append(_onto_limits(x.value, max_weight))
-    return torch.from_numpy(np.stack(rows)).to(target)
+    return torch.from_numpy(np.reshape(rows, target.shape)).to(target)
 
 
 def _onto_limits(x: np.ndarray, max_weight: float) -> np.ndarray:
@@ -247,9 +299,9 @@ def weighted_tables(weights: Tensor, tables: Tensor) -> Tensor:
 
 
 def delivered(server: Tensors, name: str, value: Tensor, to: Tensor, uploads: Uploads) -> Tensors:
-    """The server with `value` [S, ...] for the clients `to` [S], beside what others have not come for yet: `name` and `slot` [U].
+    """The server with `value` [R, ...] for the clients `to` [R], beside what others have not come for yet: `name` and `slot` [U].
 
-    `value` may be one for all of them, [1, ...].
+    `value` may be one for all of them, [1, ...]. Where ranks share a run, each keeps what is for its own clients.
     """
     if not value.sum().isfinite():
         raise NotFinite(f"the server's {name}")

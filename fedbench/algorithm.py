@@ -132,7 +132,8 @@ class Algorithm:
     summed: ClassVar[tuple[str, ...]] = ()
     """uploads (no tables) that the server may see only as a sum over the cohort, by secure aggregation; see fedbench/secure.py"""
     mailed: ClassVar[tuple[str, ...]] = ()
-    """the server's tensors that hold something for each of many clients: row `server["slot"][u]` is client u's, see aggregate.delivered"""
+    """the server's tensors that hold something for each of many clients: row `server["slot"][u]` is client u's, see aggregate.delivered.
+    Where ranks share a run, each has its own clients'"""
     usual_cohort: ClassVar[int | None] = None
     """clients a round if --clients-per-round is not given: so many, or all if they are fewer; all if None"""
     reconstructs: ClassVar[bool] = False

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from fedbench import fused, ridge
-from fedbench.aggregate import Rows
+from fedbench.aggregate import Rows, Tables
 from fedbench.algorithm import Algorithm, Answer, Batch, Phase, Stage, Tensors, World
 from fedbench.draw import keys
 from fedbench.secure import BYTES, masked_sum
@@ -44,7 +44,7 @@ class Uploads:
     world: World
     clients: Tensor
     """[n] client numbers"""
-    tensors: dict[str, Tensor | Rows] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor | Rows | Tables] = field(default_factory=dict)
     whole: Mapping[str, int] = field(default_factory=dict)
     """tables that travel whole, see Algorithm.travels_whole"""
     summed: tuple[str, ...] = ()
@@ -64,8 +64,18 @@ class Uploads:
     def dense(self, name: str, picked: Tensor | None = None) -> Tensor:
         """[n, ...] or, for the picked positions of the cohort, [S, ...]; no copy when all are picked."""
         value = self.tensors[name]
+        if isinstance(value, Tables):
+            return self.tables(name, picked).each(lambda tables: tables)
         assert isinstance(value, Tensor)
         return value if picked is None or len(picked) == len(value) else value[picked]
+
+    def tables(self, name: str, picked: Tensor | None = None) -> Tables:
+        """The same of whole tables, which stay where they are: with torchrun on the rank that has the client."""
+        value = self.tensors[name]
+        if isinstance(value, Tables):
+            return value if picked is None else value.picked(picked)
+        every = self.dense(name, picked)
+        return Tables(every, 0, len(every))
 
     def sealed(self, seed: int, when: int) -> Uploads:
         """What reaches the server: uploads in `summed` are gone but for the sum of the clients' masked parts."""
@@ -82,21 +92,25 @@ class Uploads:
     def only(self, keep: Tensor) -> Uploads:
         """The uploads of the clients where `keep` [n] is true."""
         place, n = keep.cumsum(0) - 1, int(keep.sum())
-        tensors: dict[str, Tensor | Rows] = {}
+        tensors: dict[str, Tensor | Rows | Tables] = {}
         for name, value in self.tensors.items():
             if isinstance(value, Rows):
                 mine = keep[value.client]
                 tensors[name] = Rows(place[value.client[mine]], value.item[mine], value.value[mine], n, value.total)
+            elif isinstance(value, Tables):
+                tensors[name] = value.picked(keep.nonzero()[:, 0])
             else:
                 tensors[name] = value[keep]
         return replace(self, clients=self.clients[keep], tensors=tensors, unreadable=None)
 
     def scaled(self, factor: Tensor) -> Uploads:
         """Every number of a client's upload times its factor [n]; a copy."""
-        tensors: dict[str, Tensor | Rows] = {}
+        tensors: dict[str, Tensor | Rows | Tables] = {}
         for name, value in self.tensors.items():
             if isinstance(value, Rows):
                 tensors[name] = value._replace(value=times(value.value, factor[value.client]))
+            elif isinstance(value, Tables):
+                tensors[name] = value._replace(value=times(value.value, factor[value.own]))
             else:
                 tensors[name] = times(value, factor)
         return replace(self, tensors=tensors)
@@ -113,14 +127,15 @@ class Uploads:
                 square = flat(value.value).square().sum(1)
                 found[name] = value.total(square.new_zeros(value.clients).index_add_(0, value.client, square)).sqrt()
             else:
-                found[name] = torch.linalg.vector_norm(flat(value), dim=1)
+                found[name] = value.each(norm_of_each) if isinstance(value, Tables) else norm_of_each(value)
         return found
 
     def bytes(self) -> int:
         """Size of everything in here that travelled: values, and 4 bytes for the id of each row."""
         total = 0
         for name, value in self.tensors.items():
-            tensor, sent, id_ = (value.value, value.sent(), 4) if isinstance(value, Rows) else (value, len(value), 0)
+            tensor = value if isinstance(value, Tensor) else value.value
+            sent, id_ = (value.sent(), 4) if isinstance(value, Rows) else (len(self.clients), 0)
             numbers = math.prod(tensor.shape[1:])
             if name in self.whole:
                 total += len(self.clients) * self.whole[name] * numbers * tensor.element_size()
@@ -134,6 +149,11 @@ class Uploads:
 def flat(values: Tensor) -> Tensor:
     """[n, ...] -> [n, k], also of nobody."""
     return values.reshape(len(values), math.prod(values.shape[1:]))
+
+
+def norm_of_each(values: Tensor) -> Tensor:
+    """[n, ...] -> [n]"""
+    return torch.linalg.vector_norm(flat(values), dim=1)
 
 
 @dataclass(frozen=True)
@@ -532,7 +552,7 @@ class Engine:
             progress = progress.after_epoch(e - epoch, a.stop_below)
         return held, progress.mean(), progress.steps
 
-    def uploads(self, clients: np.ndarray, tensors: dict[str, Tensor | Rows]) -> Uploads:
+    def uploads(self, clients: np.ndarray, tensors: Mapping[str, Tensor | Rows]) -> Uploads:
         return Uploads(
             self.world, torch.from_numpy(clients).to(self.device), tensors, self.algorithm.travels_whole(self.world), self.algorithm.summed
         )
@@ -641,7 +661,7 @@ def vmapped(function: Callable[..., Any], *arguments: Any) -> Any:
 def bytes_down(answer: Answer, clients: int, whole: Mapping[str, int] = MappingProxyType({})) -> int:
     """Size of what the server sent to that many clients; of the tables in `whole` that many rows to each."""
     shared = sum(t.numel() * t.element_size() for t in answer.shared.values())
-    personal = sum(whole.get(name, 1) * t[0].numel() * t.element_size() for name, t in answer.personal.items())
+    personal = sum(whole.get(name, 1) * math.prod(t.shape[1:]) * t.element_size() for name, t in answer.personal.items())
     return clients * (shared + personal)
 
 

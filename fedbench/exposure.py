@@ -14,7 +14,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from fedbench import ranks
-from fedbench.aggregate import Rows
+from fedbench.aggregate import Rows, Tables
 from fedbench.algorithm import Tensors
 from fedbench.draw import keys
 from fedbench.engine import Uploads, flat
@@ -35,12 +35,16 @@ def exposure(uploads: Uploads, tables: tuple[str, ...], split: Split, seed: int,
     picked = np.sort(np.argsort(keys(seed, when, "exposure", clients), kind="stable")[:MOST_CLIENTS])
     rows = [value for name, value in uploads.tensors.items() if name in tables and isinstance(value, Rows)]
     whole = [value for name, value in uploads.tensors.items() if name in tables and isinstance(value, Tensor)]
+    at = picked
+    if elsewhere := [name for name, value in uploads.tensors.items() if name in tables and isinstance(value, Tables)]:
+        whole = [uploads.dense(name, torch.from_numpy(picked).to(uploads.clients.device)) for name in elsewhere]
+        at = np.arange(len(picked))
     if not rows and not whole:
         return {}
 
     def part() -> Tensors:
         mine = slice(None) if own is None else slice(*np.searchsorted(clients[picked], [own.start, own.stop]))
-        ptr, item, moved = _sent(rows, picked[mine]) if rows else _apart(whole, picked, mine)
+        ptr, item, moved = _sent(rows, picked[mine]) if rows else _apart(whole, at, mine)
         auc = np.empty((len(picked[mine]), 2))
         _auc(clients[picked[mine]], split.train_ptr, split.train_item, split.items, ptr, item, np.nan_to_num(moved, nan=np.inf), auc)
         return {"auc": torch.from_numpy(auc)}

@@ -125,7 +125,7 @@ class Federation:
                 return None
             return engine.run_cohort(self.server, self.store, self.samples(self.round, cohort[mine]), self.round, epochs[mine])
 
-        result = ranks.joined(part, engine.uploads(cohort, {}), mine.start)
+        result = ranks.joined(part, engine.uploads(cohort, {}), mine.start, a.tables)
         lost = ~result.loss.isfinite()
         if lost.any():
             if lost.all() or not a.reconstructs:
@@ -166,24 +166,31 @@ class Federation:
         """The server after its step, and what it saw of the uploads.
 
         Only if the step is not finite are uploads looked at one by one: a pass over all of them costs time. What is summed under masks
-        is looked at before, for a sum in fixed point cannot show it.
+        is looked at before, for a sum in fixed point cannot show it. Ranks that have mail for their own clients alone do so together.
         """
         if not len(uploads.clients):
             return self.server, uploads
         sound = uploads.finite() if uploads.summed else None
         if sound is None or sound.all():
             sealed = replace(uploads.sealed(self.seed, self.round), room=self.store.room)
+            draw, lost = Draw(self.seed, self.round, None, self.engine.dtype, self.engine.device), None
             try:
-                draw = Draw(self.seed, self.round, None, self.engine.dtype, self.engine.device)
                 server = self.algorithm.aggregate(self.server, sealed, draw)
                 finite({name: value for name, value in server.items() if name not in self.algorithm.mailed})
-                return server, sealed
             except NotFinite as error:
-                sound = uploads.finite()
-                if sound.all():
-                    raise Diverged(self.round, error.what) from None
+                lost = error.what
+            said = [what for what in ranks.exchanged(lambda: lost) if what]
+            if not said:
+                return server, sealed
+            sound = uploads.finite()
+            if sound.all():
+                raise Diverged(self.round, said[0])
         self.counts["rejected"] += int((~sound).sum())
         return self.aggregated(uploads.only(sound))
+
+    def is_own(self, name: str) -> bool:
+        """Whether ranks that share the run have a part each of what `state` calls so."""
+        return name.startswith("client/") or name.removeprefix("server/") in self.algorithm.mailed
 
     def state(self) -> dict[str, Tensor | Picked]:
         """What the server and all clients hold, by name; not copied. On disk: what the `clients` hold that have taken part."""

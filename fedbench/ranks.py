@@ -2,14 +2,16 @@
 
     torchrun --standalone --nproc-per-node 2 train.py --algo fedmf --dataset ml-1m
 
-A rank holds a range of the clients. It trains and ranks them, and each takes the same server's step as one process would: the rows of
-tables that clients upload stay on their rank and are summed over all of them, everything else goes to every rank in the order of the
-cohort. In one process everything here is the identity. What ranks say to each other is tensors and JSON.
+A rank holds a range of the clients. It trains and ranks them, and each takes the same server's step as one process would: the tables
+and rows of tables that clients upload stay on their rank, which sums its rows for all and mixes tables for its own clients; everything
+else goes to every rank in the order of the cohort. In one process everything here is the identity. What ranks say to each other is
+tensors and JSON.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import sys
@@ -25,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fedbench.aggregate import Rows
+from fedbench.aggregate import BLOCK, Rows, Tables
 from fedbench.algorithm import Tensors
 from fedbench.engine import Round, Uploads
-from fedbench.errors import DataError, FedbenchError, UsageError
+from fedbench.errors import DataError, FedbenchError, NotFinite, UsageError
 
 TIMEOUT = timedelta(minutes=30)
 """a rank that says nothing for so long is lost; one that ended is noticed at once"""
@@ -169,12 +171,14 @@ def exchanged(work: Callable[[], Any]) -> list[Any]:
     except Exception as error:
         mine = error
         said = str(error) if isinstance(error, FedbenchError) else f"{type(error).__name__}: {error}"
-        word = {"error": said, "code": getattr(error, "exit_code", 1)}
+        word = {"error": said, "code": getattr(error, "exit_code", 1), "not_finite": error.what if isinstance(error, NotFinite) else None}
     words = _words(json.dumps(word).encode())
     for rank, word in enumerate(words):
         if "error" in word:
             if mine and rank == number():
                 raise mine
+            if word["not_finite"]:
+                raise NotFinite(word["not_finite"]) from mine
             raise {2: UsageError, 3: DataError}.get(word["code"], FedbenchError)(f"{word['error']} (on rank {rank})") from mine
     return [word["said"] for word in words]
 
@@ -267,7 +271,29 @@ def gathered(work: Callable[[], Tensors], device: str, first_only: bool = False)
     return joined
 
 
-def dealt(work: Callable[[], Tensor], device: str, own: range | None = None) -> Tensor:
+def passed(work: Callable[[], Tensor]) -> Iterator[Tensor]:
+    """The rows that `work` gives on each rank, in the order of the ranks: BLOCK numbers at once, so that they need not all fit in memory.
+
+    All ranks must see the end of it. What `work` raises on one of them is raised on all.
+    """
+    mine = torch.empty(0)
+
+    def shape() -> list[int]:
+        nonlocal mine
+        mine = work().contiguous()
+        return list(mine.shape)
+
+    for rank, (rows, *each) in enumerate(exchanged(shape)):
+        size = max(1, BLOCK // max(1, math.prod(each)))
+        for start in range(0, max(1, rows), size):
+            some = mine[start : start + size] if rank == number() else mine.new_empty(min(size, rows - start), *each)
+            with peers():
+                if some.numel():
+                    dist.broadcast(some, rank)
+            yield some
+
+
+def dealt(work: Callable[[], Tensor], device: str, own: range | list[int] | None = None) -> Tensor:
     """This rank's rows, or all of it, of the tensor that `work` gives on the first rank."""
     if count() == 1:
         return work()
@@ -276,17 +302,20 @@ def dealt(work: Callable[[], Tensor], device: str, own: range | None = None) -> 
     def facts() -> list[Any]:
         nonlocal whole
         whole = work() if is_first() else whole
-        return [str(whole.dtype), list(whole.shape), [own.start, own.stop] if own is not None else None]
+        return [str(whole.dtype), list(whole.shape), {"from": own.start, "to": own.stop} if isinstance(own, range) else own]
+
+    def part_of(rows: dict[str, int] | list[int] | None) -> Tensor:
+        return whole if rows is None else whole[rows["from"] : rows["to"]] if isinstance(rows, dict) else whole[rows]
 
     words = exchanged(facts)
     dtype, shape, mine = words[0]
     if is_first():
         with peers():
             for rank, (_, _, rows) in enumerate(words[1:], start=1):
-                part = whole[slice(*rows)] if rows else whole
+                part = part_of(rows)
                 if part.numel():
                     dist.send(part.to(device).contiguous(), rank)
-        return whole[slice(*mine)] if mine else whole
+        return part_of(mine)
     part = torch.empty(shape if own is None else [len(own), *shape[1:]], dtype=DTYPES[dtype], device=device)
     with peers():
         if part.numel():
@@ -294,17 +323,18 @@ def dealt(work: Callable[[], Tensor], device: str, own: range | None = None) -> 
     return part
 
 
-def joined(work: Callable[[], Round | None], nobody: Uploads, start: int) -> Round:
+def joined(work: Callable[[], Round | None], nobody: Uploads, start: int, tables: tuple[str, ...]) -> Round:
     """The round of a whole cohort, of which each rank runs a part (None if it has no client of it), its clients from `start` on.
 
-    Rows of tables stay where they are, for only their sums are asked for; all else that was uploaded goes to every rank.
+    Uploads named in `tables`, whole or rows of them, stay where they are; all else goes to every rank.
     nobody: the uploads of the cohort with nothing in them yet.
     """
     if count() == 1:
         alone = work()
         assert alone is not None
         return alone
-    own: dict[str, Rows] = {}
+    rows: dict[str, Rows] = {}
+    whole: Tensors = {}
 
     def part() -> Tensors:
         result = work()
@@ -313,18 +343,22 @@ def joined(work: Callable[[], Round | None], nobody: Uploads, start: int) -> Rou
         found = {"sizes": torch.tensor([[result.bytes_down, result.updates]]), "loss": result.loss}
         for name, value in result.uploads.tensors.items():
             if isinstance(value, Rows):
-                own[name], found[f"rows/{name}"] = value, value.value[:0]
-            else:
-                found[f"whole/{name}"] = value
+                rows[name], found[f"rows/{name}"] = value, value.value[:0]
+            elif isinstance(value, Tensor) and name in tables:
+                whole[name], found[f"tables/{name}"] = value, value[:0]
+            elif isinstance(value, Tensor):
+                found[f"dense/{name}"] = value
         return found
 
     tensors = gathered(part, str(nobody.clients.device))
-    uploads: dict[str, Tensor | Rows] = {}
+    uploads: dict[str, Tensor | Rows | Tables] = {}
     for key, found in tensors.items():
         kind, _, name = key.partition("/")
         if kind == "rows":
-            uploads[name] = placed(own.get(name), found, len(nobody.clients), start)
-        elif kind == "whole":
+            uploads[name] = placed(rows.get(name), found, len(nobody.clients), start)
+        elif kind == "tables":
+            uploads[name] = Tables(whole.get(name, found), start, len(nobody.clients), passed)
+        elif kind == "dense":
             uploads[name] = found
     down, updates = tensors["sizes"].sum(0).tolist()
     return Round(replace(nobody, tensors=uploads), tensors["loss"].cpu(), down, updates)

@@ -473,11 +473,16 @@ def save(out: Path, federation: Federation, best: Best, config: RunConfig) -> No
 
 
 def whole(state: Mapping[str, Tensor | Picked], federation: Federation) -> dict[str, Tensor | Picked]:
-    """A state with the clients of all ranks, on the first."""
+    """A state with the clients and the mail of all ranks, on the first."""
     if ranks.count() == 1:
         return dict(state)
-    clients = {name: value for name, value in state.items() if name.startswith("client/") and isinstance(value, Tensor)}
-    return {**state, **ranks.gathered(lambda: clients, federation.engine.device, first_only=True)}
+    mine = {name: value for name, value in state.items() if federation.is_own(name) and isinstance(value, Tensor)}
+    mail = [value for name, value in mine.items() if name.startswith("server/")]
+    slot, own = state.get("server/slot"), federation.store.clients
+    if mail and isinstance(slot, Tensor):
+        before = sum(ranks.exchanged(lambda: len(mail[0]))[: ranks.number()])
+        mine["server/slot"] = torch.where(slot < 0, slot, slot + before)[own.start : own.stop]
+    return {**state, **ranks.gathered(lambda: mine, federation.engine.device, first_only=True)}
 
 
 def save_again(out: Path, federation: Federation, round_: int, best: Best, config: RunConfig) -> None:
@@ -524,7 +529,7 @@ def restore(state: checkpoint.State, federation: Federation, best: Best) -> None
 
 
 def own_part(state: checkpoint.State, federation: Federation) -> Mapping[str, Tensor]:
-    """The tensors of a state, of what clients hold that of this rank's clients: the first rank reads, and deals them out."""
+    """The tensors of a state, of what clients hold and are sent that of this rank's clients: the first rank reads, and deals them out."""
     device, own = federation.engine.device, federation.store.clients
     tensors = state.tensors(device) if ranks.is_first() else {}
     if ranks.count() == 1:
@@ -536,11 +541,25 @@ def own_part(state: checkpoint.State, federation: Federation) -> Mapping[str, Te
         clients = ranks.dealt(lambda: tensors["clients"], device)
         rows = range(*torch.searchsorted(clients, torch.tensor([own.start, own.stop], device=device)).tolist())
         found["clients"] = clients[rows.start : rows.stop]
+    for server in ("server/", "best_state/server/"):
+        mail = [f"{server}{name}" for name in federation.algorithm.mailed if f"{server}{name}" in names]
+        if mail:
+            slots = ranks.dealt(partial(tensors.__getitem__, f"{server}slot"), device)
+            letters, found[f"{server}slot"] = own_mail(slots, own)
+            found |= {name: ranks.dealt(partial(tensors.__getitem__, name), device, letters.tolist()) for name in mail}
     for name in names:
         if name not in found:
             theirs = name.startswith(("client/", "best_state/client/"))
             found[name] = ranks.dealt(partial(tensors.__getitem__, name), device, rows if theirs else None)
     return found
+
+
+def own_mail(slot: Tensor, own: range) -> tuple[Tensor, Tensor]:
+    """The rows of what is mailed that some of the clients `own` are sent, and `slot` [U] for these rows and clients alone."""
+    mine, has = torch.full_like(slot, -1), torch.zeros_like(slot, dtype=torch.bool)
+    has[own.start : own.stop] = slot[own.start : own.stop] >= 0
+    rows, mine[has] = slot[has].unique(return_inverse=True)
+    return rows, mine
 
 
 def beginning(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
@@ -556,8 +575,8 @@ def keeps_best(federation: Federation, config: RunConfig) -> bool:
     if isinstance(federation.store.room, Disk):
         return False
     sizes = {name: value.numel() * value.element_size() for name, value in federation.state().items() if isinstance(value, Tensor)}
-    clients = sum(size for name, size in sizes.items() if name.startswith("client/"))
-    size = ranks.totals(clients)[0] + sum(sizes.values()) - clients
+    own = sum(size for name, size in sizes.items() if federation.is_own(name))
+    size = ranks.totals(own)[0] + sum(sizes.values()) - own
     return not config.refit and (config.keep_state == "best" or (config.keep_state == "auto" and size <= KEEP_BEST_BYTES))
 
 

@@ -80,6 +80,7 @@ def test_exact_weights_equal_the_solvers(size: int) -> None:
     assert exact.dtype == solved.dtype == torch.float64
     torch.testing.assert_close(exact, solved, atol=1e-6, rtol=0)
     torch.testing.assert_close(exact, torch.stack([project_to_simplex(row) for row in target]), atol=0, rtol=0)
+    assert all(solve_weights(target[:0], solver).shape == (0, size) for solver in ("exact", "cvxpy"))
 
 
 @pytest.mark.parametrize("solver", ["exact", "cvxpy"])
@@ -144,6 +145,9 @@ def test_similarity_against_a_loop(scale: float) -> None:
             assert l2[i, j].item() == pytest.approx(1.0 if close > 0.9 else close, abs=1e-6)
             assert cos[i, j].item() == pytest.approx(sum(a * b) / np.sqrt(sum(a * a) * sum(b * b)), abs=1e-12)
     assert l2[2, 3] == 1.0 and (l2.diagonal() == 1.0).all()
+    for own in (slice(0, 3), slice(2, 7), slice(4, 4), slice(8, 8)):
+        torch.testing.assert_close(similarity(vectors.float(), "l2", own), l2[own], rtol=0, atol=1e-6)
+        torch.testing.assert_close(similarity(vectors, "cos", own), cos[own], rtol=0, atol=1e-12)
 
 
 def test_over_nine_tenths_counts_as_one() -> None:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -25,11 +25,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedbench import cli, ranks
-from fedbench.aggregate import AVERAGES, Rows, mean_of_whole_tables
+from fedbench import checkpoint, cli, federation, ranks
+from fedbench.aggregate import AVERAGES, Rows, Tables, mean_of_whole_tables
 from fedbench.algorithm import Tensors, World
 from fedbench.engine import Round, Uploads
-from fedbench.errors import FedbenchError
+from fedbench.errors import FedbenchError, NotFinite
+from fedbench.failures import Failures
 from fedbench.federation import Federation
 from fedbench.split import Samples
 from tests.test_run import lines_of, result, summary_of
@@ -37,9 +38,18 @@ from tests.test_run import lines_of, result, summary_of
 ROOT = Path(__file__).parent.parent
 DATA = "--dataset synthetic --users 60 --items 150 --interactions 12"
 COMMON = f"{DATA} --dim 8 --threads 1 --dtype float64 --no-mlflow --quiet --device cpu"
+FEDEM = "--algo fedem --adapter 16,8,1 -e 2"
 RUNS = {
     "fedmf": "--algo fedmf --rounds 3 --keep-state best",
-    "fedem": "--algo fedem --adapter 16,8,1 -e 2 -n 40 --rounds 4",
+    "fedem": f"{FEDEM} -n 40 --rounds 4",
+    "everybody": f"{FEDEM} --rounds 3 --similarity cos --no-exclude-self",
+    "picked": f"{FEDEM} -n 40 --agg-ratio 0.3 --rounds 5 --keep-state best",
+    "few": f"{FEDEM} -n 3 --agg-ratio 0.7 --rounds 6 --keep-state last",
+    "alike": f"{FEDEM} -n 40 --alpha 0 --rounds 4 --kernel off",
+    "capped": f"{FEDEM} -n 12 --agg-ratio 0.3 --max-weight 0.7 --rounds 3 --aggregation sim",
+    "damaged": f"{FEDEM} -n 20 --agg-ratio 0.5 --rounds 4 --corrupt 0.3 --dropout 0.3",
+    "spoilt": f"{FEDEM} -n 40 --rounds 3",
+    "spoilt-alike": f"{FEDEM} -n 40 --rounds 3 --alpha 0 --refit",
     "fedavg_ncf": "--algo fedavg_ncf --layers 16,8 -n 40 -e 1 --rounds 3",
     "users": "--algo fedavg_ncf --layers 16,8 -n 40 -e 1 --rounds 2 --share-users --average cohort --weight-decay 0.01",
     "fedrecon": "--algo fedrecon -n 30 --rounds 3 --refit",
@@ -54,6 +64,7 @@ WRONG = {
     f"--algo fedmf {COMMON} --seed RANK": (2, "rank 1 has other flags than rank 0"),
     "--algo fedmf --dataset BROKEN.csv --no-mlflow --quiet": (3, "BROKEN.csv:2"),
     f"--algo fedmf {COMMON} --rounds 2 --out LAST-FAILS": (1, "no room (on rank 1)"),
+    f"{FEDEM} {COMMON} --rounds 2 --out LAST-NOT-FINITE": (1, "the last rank's mail is not finite in round 1"),
 }
 KILLED = f"--algo fedem --adapter 16,8,1 -e 2 -n 40 --rounds 8 --checkpoint-every 2 {COMMON}"
 PATIENCE = 600
@@ -70,17 +81,17 @@ def torchrun(size: int, *commands: str, options: str = "", **environment: str) -
 def rank_main() -> None:
     """A rank's whole life. With KILL_AT the last rank is killed in that round, if it was not started again.
 
-    In a command that ends in LAST-FAILS the last rank has an error of its own in its part of a round. After each round all servers must be
-    the same to the last bit.
+    In a command that ends in LAST-FAILS the last rank has an error of its own in its part of a round, in one that ends in LAST-NOT-FINITE
+    it alone finds something not finite in the server's step. After each round all servers must be the same to the last bit.
     """
-    next_round, samples = Federation.next_round, Federation.samples
+    next_round, samples, finite = Federation.next_round, Federation.samples, federation.finite
     last = ranks.number() == ranks.count() - 1
 
     def watched(self: Federation) -> Round:
         if self.round + 1 == int(os.environ.get("KILL_AT", "0")) and last and not ranks.restarted():
             os.kill(os.getpid(), signal.SIGKILL)
         result = next_round(self)
-        ranks.agree("another server", lambda: digest(self.server))
+        ranks.agree("another server", lambda: digest(self))
         return result
 
     def failing(self: Federation, *arguments: Any) -> Samples:
@@ -88,17 +99,38 @@ def rank_main() -> None:
             raise FedbenchError("no room")
         return samples(self, *arguments)
 
-    Federation.samples, Federation.next_round = failing, watched  # type: ignore[method-assign]
-    code = 0
+    def looking(server: Tensors) -> Tensors:
+        if last and command.endswith("LAST-NOT-FINITE"):
+            raise NotFinite("the last rank's mail")
+        return finite(server)
+
+    Federation.samples, Federation.next_round, federation.finite = failing, watched, looking  # type: ignore[method-assign]
+    ranks.BLOCK = 5000  # a few tables at once
+    damaged, code = Failures.damaged, 0
     for command in sys.argv[1:]:
+        Failures.damaged = spoilt if "spoilt" in command else damaged  # type: ignore[method-assign]
         code = cli.guard(cli.train, command.replace("RANK", str(ranks.number())).split())
         print(f"rank {ranks.number()} of {ranks.count()} ended in {code}", flush=True)
     ranks.leave(code)
     sys.exit(code)
 
 
-def digest(server: Tensors) -> str:
-    return hashlib.sha256(b"".join(server[name].numpy().tobytes() for name in sorted(server))).hexdigest()
+def digest(federation: Federation) -> str:
+    """Of what is the same for all clients; each rank has the mail of its own."""
+    mailed, server = federation.algorithm.mailed, federation.server
+    for name in mailed if server else ():
+        others = np.setdiff1d(np.arange(federation.split.clients), np.array(federation.store.clients))
+        assert (server["slot"][others] == -1).all() and len(server[name]) <= max(1, len(federation.store.clients))
+    names = sorted(server.keys() - {*mailed, "slot"} if mailed else server)
+    return hashlib.sha256(b"".join(server[name].numpy().tobytes() for name in names)).hexdigest()
+
+
+def spoilt(self: Failures, uploads: Uploads, seed: int, when: int) -> Uploads:
+    """In the second round the last two tables arrive not finite, and nobody has reason to look at them before."""
+    factor = torch.ones(len(uploads.clients))
+    factor[-2:] = torch.tensor([torch.nan, torch.inf])
+    items = uploads.scaled(factor).tensors["items"]
+    return replace(uploads, tensors={**uploads.tensors, "items": items}) if when == 2 else uploads
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -124,14 +156,29 @@ def assert_same_run(found: Path, expected: Path) -> None:
     assert_same(*rounds)
     names = [sorted(str(path.relative_to(out)) for path in out.rglob("*")) for out in (found, expected)]
     assert names[0] == names[1]
+    torch.testing.assert_close(*(model_of(out) for out in (found, expected)), rtol=1e-6, atol=1e-6)
 
 
-def test_ranks_find_what_one_process_finds_and_fail_in_one_line(tmp_path: Path) -> None:
+def model_of(out: Path) -> Tensors:
+    """What is kept of a run; of what is mailed the row of each client that has one, in their order."""
+    state = dict(checkpoint.read(out, checkpoint.MODEL).tensors("cpu"))
+    if "server/tables" in state:
+        state["server/tables"] = state["server/tables"][state["server/slot"][state["server/slot"] >= 0]]
+        state["server/slot"] = state["server/slot"] >= 0
+    return state
+
+
+def test_ranks_find_what_one_process_finds_and_fail_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, words in RUNS.items():
-        assert cli.main([*f"{words} {COMMON}".split(), "--out", str(tmp_path / f"{name}-1")]) == 0
+        with monkeypatch.context() as patch:
+            if "spoilt" in name:
+                patch.setattr(Failures, "damaged", spoilt)
+            assert cli.main([*f"{words} {COMMON}".split(), "--out", str(tmp_path / f"{name}-1")]) == 0
+    for name in ("spoilt", "spoilt-alike"):
+        assert summary_of(tmp_path / f"{name}-1")["rejected"] == 2
     commands = [f"{words} {COMMON} --out {tmp_path / f'{name}-2'}" for name, words in RUNS.items()]
     (tmp_path / "BROKEN.csv").write_text("user,item\n1,\n")
-    wrong = [re.sub("BROKEN|LAST-FAILS", rf"{tmp_path}/\g<0>", command) for command in WRONG]
+    wrong = [re.sub("BROKEN|LAST-FAILS|LAST-NOT-FINITE", rf"{tmp_path}/\g<0>", command) for command in WRONG]
     done = torchrun(2, *commands, *wrong)
     for name in RUNS:
         assert_same_run(tmp_path / f"{name}-2", tmp_path / f"{name}-1")
@@ -158,6 +205,25 @@ def test_a_killed_rank_and_another_number_of_them(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "fewer", tmp_path / "steady")
 
 
+def test_three_ranks_and_mail_that_waits_for_another_number_of_them(tmp_path: Path) -> None:
+    """40 of 60 clients take part in a round, and half of those are mixed for: many mixtures lie in each checkpoint."""
+    words = f"{KILLED} --agg-ratio 0.5 --keep-state best"
+    for name in ("few", "everybody", "alike"):
+        assert cli.main([*f"{RUNS[name]} {COMMON}".split(), "--out", str(tmp_path / f"{name}-1")]) == 0
+    done = torchrun(3, *(f"{RUNS[name]} {COMMON} --out {tmp_path / f'{name}-3'}" for name in ("few", "everybody", "alike")))
+    assert done.returncode == 0, done.stderr
+    for name in ("few", "everybody", "alike"):
+        assert_same_run(tmp_path / f"{name}-3", tmp_path / f"{name}-1")
+
+    assert cli.main([*words.split(), "--out", str(tmp_path / "steady")]) == 0
+    for size, killed_at in ((1, 4), (2, 6)):
+        assert torchrun(size, f"{words} --out {tmp_path / 'again'}", KILL_AT=str(killed_at)).returncode == 1
+    assert torchrun(3, f"{words} --out {tmp_path / 'again'}").returncode == 0
+    said = (tmp_path / "again" / "log.txt").read_text()
+    assert "going on after round 2" in said and "going on after round 4" in said
+    assert_same_run(tmp_path / "again", tmp_path / "steady")
+
+
 def test_shares_are_ranges_of_equal_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranks.share(np.ones(5)) == range(5)
     monkeypatch.setattr(ranks, "count", lambda: 3)
@@ -175,19 +241,19 @@ SHARES = (range(4), range(4, 4), range(4, 7))
 """positions in a cohort that three ranks have; the one between has none"""
 
 
-def each_rank(work: Callable[[Callable[[Tensor], Tensor], range], Any]) -> list[Any]:
-    """What `work` makes with sums over these ranks and with one of the shares, on threads that take the places of ranks."""
+def each_rank(work: Callable[[Callable[[Tensor], list[Tensor]], range], Any]) -> list[Any]:
+    """What `work` makes with what all these ranks say and with one of the shares, on threads that take the places of ranks."""
     meet, parts = threading.Barrier(len(SHARES), timeout=PATIENCE), [torch.empty(0)] * len(SHARES)
 
     def run(rank: int) -> Any:
-        def total(part: Tensor) -> Tensor:
+        def everybody(part: Tensor) -> list[Tensor]:
             parts[rank] = part
             meet.wait()
-            whole = torch.stack(parts).sum(0)
+            said = list(parts)
             meet.wait()
-            return whole
+            return said
 
-        return work(total, SHARES[rank])
+        return work(everybody, SHARES[rank])
 
     with ThreadPoolExecutor(len(SHARES)) as threads:
         return list(threads.map(run, range(len(SHARES))))
@@ -211,15 +277,47 @@ def test_rows_on_several_ranks_count_as_those_of_one() -> None:
     uploads = Uploads(World(9, 5), torch.tensor([0, 2, 3, 4, 5, 7, 8]), {"items": Rows(client, item, value, 7), "samples": torch.rand(7)})
     expected = seen_of(uploads)
 
-    def on_rank(total: Callable[[Tensor], Tensor], share: range) -> dict[str, Any]:
+    def on_rank(everybody: Callable[[Tensor], list[Tensor]], share: range) -> dict[str, Any]:
         mine = (client >= share.start) & (client < share.stop)
         own = Rows(client[mine] - share.start, item[mine], value[mine], len(share)) if share else None
         rows = ranks.placed(own, value[:0], 7, share.start)
         assert rows.total is ranks.total
-        return seen_of(replace(uploads, tensors={**uploads.tensors, "items": rows._replace(total=total)}))
+        rows = rows._replace(total=lambda part: torch.stack(everybody(part)).sum(0))
+        return seen_of(replace(uploads, tensors={**uploads.tensors, "items": rows}))
 
     for found in each_rank(on_rank):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+def made_of(uploads: Uploads) -> dict[str, Any]:
+    """All that is made of whole tables: for all clients but for `mixed`, which each rank has of its own."""
+    kept = uploads.only(torch.arange(7) % 2 == 0).scaled(torch.tensor([1.0, -2.0, torch.inf, 1.0]))
+    weights, picked = torch.rand(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 2, 3, 6])
+    tables = uploads.tables("items", picked)
+    return {
+        **{"norms": uploads.norms(), "finite": uploads.finite(), "bytes": uploads.bytes(), "all": uploads.dense("items")},
+        **{"clients": kept.clients, "sound": kept.finite(), "fewer": kept.bytes(), "scaled": kept.dense("items")},
+        **{"some": uploads.dense("items", picked), "each": tables.each(lambda each: each.sum(1)), "alike": tables.mixed(weights[0])},
+        **{"mixed": tables.mixed(weights[tables.own]), "nobody": uploads.only(torch.zeros(7, dtype=torch.bool)).dense("items")},
+    }
+
+
+def test_tables_on_several_ranks_count_as_those_of_one() -> None:
+    value = torch.rand(7, 5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    uploads = Uploads(World(9, 5), torch.tensor([0, 2, 3, 4, 5, 7, 8]), {"items": value, "samples": torch.rand(7)})
+    expected = made_of(uploads)
+
+    def on_rank(everybody: Callable[[Tensor], list[Tensor]], share: range) -> dict[str, Any]:
+        def passed(work: Callable[[], Tensor]) -> Iterator[Tensor]:
+            yield from everybody(work())
+
+        tables = Tables(value[share.start : share.stop], share.start, 7, passed)
+        return made_of(replace(uploads, tensors={**uploads.tensors, "items": tables}))
+
+    found = each_rank(on_rank)
+    mixed = torch.cat([each.pop("mixed") for each in found])
+    for each in found:
+        torch.testing.assert_close({**each, "mixed": mixed}, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
 if __name__ == "__main__":
