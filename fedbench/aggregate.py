@@ -266,6 +266,8 @@ def solve_weights(target: Tensor, solver: str, max_weight: float = 1.0) -> Tenso
 
     Without a cap that is the projection onto the simplex (exact); with one, and on request, cvxpy solves it.
     """
+    if not target.isfinite().all():
+        raise NotFinite("a weight of the uploads")
     size = target.shape[-1]
     if max_weight * size < 1 - 1e-9:
         raise UsageError(f"--max-weight {max_weight:g} cannot hold for {size} aggregated clients: their weights must sum to 1; "

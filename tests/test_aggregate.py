@@ -95,6 +95,12 @@ def test_capped_weights(solver: str, size: int, cap: float) -> None:
     np.testing.assert_allclose(weights, np.stack([nearest_by_bisection(row, cap) for row in target.numpy()]), atol=1e-6)
 
 
+@pytest.mark.parametrize("solver", ["exact", "cvxpy"])
+def test_weights_of_what_is_no_number_are_refused(solver: str) -> None:
+    with pytest.raises(NotFinite):
+        solve_weights(torch.tensor([[0.5, torch.nan]]), solver)
+
+
 @pytest.mark.parametrize("size", [3, 7, 49, 90])
 def test_a_cap_that_cannot_hold_is_refused_and_the_one_advised_is_taken(size: int) -> None:
     with pytest.raises(UsageError, match=rf"^--max-weight \S+ cannot hold for {size} aggregated clients: ") as refused:
