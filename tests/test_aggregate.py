@@ -12,7 +12,7 @@ from sklearn.decomposition import PCA
 
 from fedbench import aggregate
 from fedbench.aggregate import Rows, project_to_simplex, signatures, similarity, solve_weights, summed_by_item, weighted_tables
-from fedbench.errors import FedbenchError, UsageError
+from fedbench.errors import FedbenchError, NotFinite, UsageError
 
 SIZES = st.integers(2, 40)
 SEEDS = st.integers(0, 10_000)
