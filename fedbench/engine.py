@@ -358,15 +358,12 @@ class Engine:
         kind = 2 * epochs + sent
         places = {some: self.places(samples.clients[kind == some], some % 2 == 1, answer, store) for some in map(int, np.unique(kind))}
         own_tables = any(name in store.tensors for name in self.algorithm.tables)
-        if own_tables and sent.any():
+        stay = all(place and (own_tables or place[0].changes) for place in places.values())
+        elastic = any(place and isinstance(place[0], fused.ElasticBCE) for place in places.values())
+        if own_tables and sent.any() and not (stay and elastic):
             # before the cohort is cut: the last bits of a batched product depend on how many clients are in it
-            plans = [place for some, place in places.items() if some % 2 and place]
-            elastic = [(plan, where) for plan, where in plans if isinstance(plan, fused.ElasticBCE)]
-            for plan, where in elastic:
-                fused.merge_in_place(plan, where)
-            if not elastic:
-                merge_whole_tables(self.algorithm, clients[torch.from_numpy(sent).to(self.device)], answer, store)
-        if all(place and (own_tables or place[0].changes) for place in places.values()):
+            merge_whole_tables(self.algorithm, clients[torch.from_numpy(sent).to(self.device)], answer, store)
+        if stay:
             uploads, losses, updates = self.train_in_place(places, samples, kind, stream, store)
         else:
             uploads, losses, updates = self.train_in_blocks(answer, samples, kind, when, store)
@@ -397,7 +394,7 @@ class Engine:
             at = np.flatnonzero(kind == some)
             layout = (samples.ptr[at], counts[at], samples.local, samples.label, samples.row_ptr[at], touched[at], samples.row)
             losses[at], steps = fused.train_in_place(
-                plan, (stream[at], *layout), clients, some // 2, a.samples_a_step, a.stop_below, change
+                plan, (stream[at], *layout), clients, some // 2, a.samples_a_step, a.stop_below, isinstance(plan, fused.ElasticBCE), change
             )
             updates += int((steps * plan.trained(clients, touched[at])).sum())
         if change is None:

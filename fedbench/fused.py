@@ -196,14 +196,16 @@ def _settled(total: float, seen: int, before: float, tolerance: float, epoch: in
 
 
 @njit(inline="always", fastmath=FAST, error_model=DIVIDE)
-def _slope(x: float, pos: float, neg: float, share: float, one: float) -> tuple[float, float]:
-    """A logit with pos samples of label 1 and neg of label 0: share times the slope of their cross-entropy, and that. Numbers or Lanes."""
+def _slope(x: float, tail: float, pos: float, neg: float, share: float, one: float) -> tuple[float, float]:
+    """A logit with pos samples of label 1 and neg of label 0: share times the slope of their cross-entropy, and that. Numbers or Lanes.
+
+    tail: exp(-|x|). It is made in a loop of its own: what one number waits for is short then, and more of them are under way at a time.
+    """
     zero = one - one
-    tail = exp_minus(magnitude(x))
     large = one / (one + tail)
     small = tail * large
     error = share * (neg * pick(x, zero, large, small) - pos * pick(x, zero, small, large))
-    return error, pos * pick(x, zero, zero, zero - x) + neg * pick(x, zero, x, zero) + (pos + neg) * log_one_plus(tail)
+    return error, magnitude(x) * pick(x, zero, neg, pos) + (pos + neg) * log_one_plus(tail)
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
@@ -212,7 +214,7 @@ def _slopes(logit: np.ndarray, pos: np.ndarray, neg: np.ndarray, n: int, share: 
     kind = logit.dtype.type
     summed = kind(0)
     for s in range(n):
-        error[s], value = _slope(logit[s], pos[s], neg[s], share, kind(1))
+        error[s], value = _slope(logit[s], exp_minus(abs(logit[s])), pos[s], neg[s], share, kind(1))
         summed += value
     return summed
 
@@ -227,6 +229,7 @@ def _dot_step(
     rates: tuple[float, float],
     tiny: float,
     slopes: np.ndarray,
+    tails: np.ndarray,
     gp: np.ndarray,
 ) -> float:
     """One batch of a client: an Adam step of its rows, WIDTH of them side by side, and its vector [d]; returns the summed loss."""
@@ -235,7 +238,7 @@ def _dot_step(
     d, kind = p.size, p.dtype.type
     rate, scale, zero = kind(rates[0]), kind(rates[1]), kind(0)
     loss = spread(zero)
-    for s in range(0, pos.size, WIDTH):  # a loop of its own: blocks do not wait for each other
+    for s in range(0, pos.size, WIDTH):
         a, b, at = spread(zero), spread(zero), s * d
         for j in range(0, d - 1, 2):
             a = a + repeat(p, j) * take(q, at)
@@ -243,7 +246,11 @@ def _dot_step(
             at += 2 * WIDTH
         if d % 2:
             a = a + repeat(p, d - 1) * take(q, at)
-        error, value = _slope(a + b, take(pos, s), take(neg, s), share, kind(1))
+        put(slopes, s, a + b)
+    for s in range(0, pos.size, WIDTH):
+        put(tails, s, exp_minus(magnitude(take(slopes, s))))
+    for s in range(0, pos.size, WIDTH):
+        error, value = _slope(take(slopes, s), take(tails, s), take(pos, s), take(neg, s), share, kind(1))
         put(slopes, s, error)
         loss = loss + value
     for j in range(0, d - 3, 4):
@@ -346,7 +353,7 @@ def _elastic_step(
             for s in range(0, b, WIDTH):
                 rho, moved = take(acts, last * TILE + s), take(change, start + s)
                 logit = take(mine, start + s) + rho * moved
-                error, value = _slope(logit, take(pos, start + s), take(neg, start + s), share, one)
+                error, value = _slope(logit, exp_minus(magnitude(logit)), take(pos, start + s), take(neg, start + s), share, one)
                 top = error * moved * rho * (one - rho)
                 put(delta, last * TILE + s, pick(magnitude(top), tiny, top, spread(zero)))
                 put(slopes, s, error - error * rho)
@@ -389,7 +396,7 @@ def _count(codes: np.ndarray, counts: np.ndarray) -> None:
 @njit
 def _room(t: int, d: int, batch: int, sizes: np.ndarray, adapter: int) -> int:
     """How many numbers the training of a client with t rows needs room for."""
-    plain = 4 * d * padded(t) + 3 * padded(t) + 3 * padded(d)
+    plain = 4 * d * padded(t) + 4 * padded(t) + 3 * padded(d)
     most = padded(min(t, batch))
     return plain + (3 * d + 4) * most + 4 * padded(adapter) + 2 * (sizes.sum() + 1) * TILE + padded(sizes.sum())
 
@@ -410,6 +417,8 @@ def _train_dot(
     tiny: float,
     change: np.ndarray,
     room: np.ndarray,
+    later: np.ndarray,
+    theirs: np.ndarray,
 ) -> tuple[float, int]:
     """All local steps of one client on the rows of `table` that it touches; p is trained in place.
 
@@ -423,6 +432,7 @@ def _train_dot(
     second, at = part(room, at, d * width)
     counts, at = part(room, at, 2 * width)
     slopes, at = part(room, at, width)
+    tails, at = part(room, at, width)
     first_p, at = part(room, at, d)
     second_p, at = part(room, at, d)
     gp, at = part(room, at, d)
@@ -431,6 +441,7 @@ def _train_dot(
     take_rows(table, row, q, 0, d * WIDTH, WIDTH)
     codes = _codes(local, label, width)
     order = codes.copy()
+    portion = -(-theirs.size // max(1, epochs * -(-n // batch)))
     step, summed, seen, mean = 0, 0.0, 0, 0.0
     for epoch in range(epochs):
         if n > batch:
@@ -441,7 +452,8 @@ def _train_dot(
             if n > batch or epoch == 0:
                 _count(order[start:stop], counts)
             rates = lr * paces[step, 0], paces[step, 1]
-            summed += _dot_step(rows, person, pos, neg, kind(1 / (stop - start)), rates, tiny, slopes, gp)
+            fetch(later, theirs[step * portion : (step + 1) * portion])
+            summed += _dot_step(rows, person, pos, neg, kind(1 / (stop - start)), rates, tiny, slopes, tails, gp)
             step += 1
             seen += stop - start
         mean, settled = _settled(summed, seen, mean, tolerance, epoch)
@@ -557,6 +569,33 @@ def _train_elastic(
     return mean, step
 
 
+@njit(fastmath=FAST, error_model=DIVIDE)
+def _merge_weights_of(item: np.ndarray, table: np.ndarray, sent: np.ndarray, seen: np.ndarray, sizes: np.ndarray, acts: np.ndarray) -> None:
+    """Fill acts with [own, sent] of these items, TILE of them at most, and all layers; it ends with rho."""
+    take_rows(table, item, acts, 0, WIDTH, TILE)
+    take_rows(sent, item, acts, table.shape[1] * TILE, WIDTH, TILE)
+    forward(seen, sizes, acts, padded(item.size), True)
+
+
+@njit(fastmath=FAST, error_model=DIVIDE)
+def _merge(table: np.ndarray, sent: np.ndarray, everything: np.ndarray, w: np.ndarray, sizes: np.ndarray, room: np.ndarray) -> None:
+    """Every row of a client's table moves towards the same of `sent`, as far as its adapter w says."""
+    d = table.shape[1]
+    acts, at = part(room, 0, sizes.sum() * TILE)
+    seen, at = part(room, at, w.size)
+    rho, own, other = row_of(acts, sizes.sum() - 1), table.reshape(-1), sent.reshape(-1)
+    _see(w, sizes, seen)
+    for start in range(0, everything.size, TILE):
+        item = everything[start : start + TILE]
+        _merge_weights_of(item, table, sent, seen, sizes, acts)
+        for s in range(item.size):
+            at = (start + s) * d
+            for y in range(at, at + d - WIDTH + 1, WIDTH):
+                put(own, y, take(own, y) + repeat(rho, s) * (take(other, y) - take(own, y)))
+            for y in range(at + d // WIDTH * WIDTH, at + d):
+                own[y] += rho[s] * (other[y] - own[y])
+
+
 @njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
 def train_rows(
     stream: np.ndarray,
@@ -581,6 +620,7 @@ def train_rows(
     lr_adapter: float,
     tolerance: float,
     tiny: float,
+    merges: bool,
     change: np.ndarray,
     workers: int,
     loss: np.ndarray,
@@ -588,13 +628,15 @@ def train_rows(
 ) -> None:
     """Local training of n clients whose samples and touched rows lie one client after another from begin[c] and row_begin[c] on.
 
-    Client c trains the rows of tables[place[c]], user[who[c]] and, if slot[c] >= 0, adapter[who[c]] with sent[slot[c]] merged in.
+    Client c trains the rows of tables[place[c]], user[who[c]] and, if slot[c] >= 0, adapter[who[c]] with sent[slot[c]] merged in. If it
+    `merges`, all rows of its table are merged with sent[slot[c]] before, when they are in the cache for its training.
     Tables are trained in place, or `change` [R, d] takes how each touched row changed and they stay as they are.
     """
     if who.size == 0:
         return
     paces = _paces(epochs * -(-count.max() // batch))
     need = _room(touched.max(), user.shape[1], batch, sizes, adapter.shape[1])
+    everything = np.arange(tables.shape[1])
     rooms = zeros(workers * need, user)  # here, not in the loop: who uses them is not counted there, which would take a tenth of the time
     for worker in prange(workers):
         room = rooms[worker * need : (worker + 1) * need]
@@ -602,9 +644,8 @@ def train_rows(
             mine, rows = slice(begin[c], begin[c] + count[c]), slice(row_begin[c], row_begin[c] + touched[c])
             later = min(c + 1, who.size - 1)
             theirs = row[row_begin[later] : row_begin[later] + touched[later]]
-            fetch(tables[place[later]], theirs)
-            if slot[later] >= 0:
-                fetch(sent[slot[later]], theirs)
+            if merges:
+                _merge(tables[place[c]], sent[slot[c]], everything, adapter[who[c]], sizes, room)
             if count[c] and slot[c] >= 0:
                 loss[c], steps[c] = _train_elastic(
                     stream[c], local[mine], label[mine], row[rows], tables[place[c]], user[who[c]], sent[slot[c]], adapter[who[c]], sizes,
@@ -612,42 +653,7 @@ def train_rows(
             elif count[c]:
                 loss[c], steps[c] = _train_dot(
                     stream[c], local[mine], label[mine], row[rows], tables[place[c]], user[who[c]], epochs, batch, lr, paces, tolerance,
-                    tiny, change[rows] if len(change) else change, room)  # fmt: skip
-
-
-@njit(fastmath=FAST, error_model=DIVIDE)
-def _merge_weights_of(item: np.ndarray, table: np.ndarray, sent: np.ndarray, seen: np.ndarray, sizes: np.ndarray, acts: np.ndarray) -> None:
-    """Fill acts with [own, sent] of these items, TILE of them at most, and all layers; it ends with rho."""
-    take_rows(table, item, acts, 0, WIDTH, TILE)
-    take_rows(sent, item, acts, table.shape[1] * TILE, WIDTH, TILE)
-    forward(seen, sizes, acts, padded(item.size), True)
-
-
-@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
-def merge_elastic(
-    tables: np.ndarray, who: np.ndarray, sent: np.ndarray, slot: np.ndarray, adapter: np.ndarray, sizes: np.ndarray, workers: int
-) -> None:
-    """Every row of tables[who[c]] moves towards sent[slot[c]], as far as adapter[who[c]] says."""
-    _, items, d = tables.shape
-    everything = np.arange(items)
-    layers, need = sizes.sum() * TILE, sizes.sum() * TILE + padded(adapter.shape[1])
-    rooms = zeros(workers * need, tables)
-    for worker in prange(workers):
-        acts, seen = rooms[worker * need :][:layers], rooms[worker * need + layers :][: adapter.shape[1]]
-        rho = row_of(acts, sizes.sum() - 1)
-        for c in range(worker * who.size // workers, (worker + 1) * who.size // workers):
-            _see(adapter[who[c]], sizes, seen)
-            table, given = tables[who[c]], sent[slot[c]]
-            own, other = table.reshape(-1), given.reshape(-1)
-            for start in range(0, items, TILE):
-                item = everything[start : start + TILE]
-                _merge_weights_of(item, table, given, seen, sizes, acts)
-                for s in range(item.size):
-                    at = (start + s) * d
-                    for y in range(at, at + d - WIDTH + 1, WIDTH):
-                        put(own, y, take(own, y) + repeat(rho, s) * (take(other, y) - take(own, y)))
-                    for y in range(at + d // WIDTH * WIDTH, at + d):
-                        own[y] += rho[s] * (other[y] - own[y])
+                    tiny, change[rows] if len(change) else change, room, tables[place[later]], theirs)  # fmt: skip
 
 
 @njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
@@ -847,7 +853,7 @@ def train_neumf(
                     forward(small, sizes, acts, b, False)
                     for s in range(0, b, WIDTH):
                         logit = mixed(mixed(spread(h[d + deep]), gmf, 0, d, s, both, 0, 1), acts, top, deep, s, h, d, 1)
-                        slope, value = _slope(logit, take(pos, s), take(neg, s), share, one)
+                        slope, value = _slope(logit, exp_minus(magnitude(logit)), take(pos, s), take(neg, s), share, one)
                         put(error, s, slope)
                         summed += across(value)
                         gh[d + deep] += across(slope)
@@ -1171,9 +1177,12 @@ def train_in_place(
     epochs: int,
     batch: int,
     tolerance: float,
+    merges: bool = False,
     change: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Local training of C clients; returns running mean losses and steps, [C] each. With `change` [R, d] their tables stay as they are.
+
+    merges: the plan is ElasticBCE, and all rows of the clients' tables are merged with the server's first
 
     samples: (stream [C], begin [C], count [C], local, label, row_begin [C], touched [C], row), see train_rows
     """
@@ -1191,18 +1200,13 @@ def train_in_place(
         lr_adapter,
         tolerance,
         user.dtype.type(TINY[user.itemsize]),
+        merges,
         room,
         get_num_threads(),
         loss,
         steps,
     )
     return loss, steps
-
-
-def merge_in_place(plan: ElasticBCE, clients: Clients) -> None:
-    """All rows of the clients' own tables merged with the server's."""
-    kernel: Any = merge_elastic
-    kernel(clients.tables, clients.who, clients.sent, clients.slot, clients.adapter, np.array(plan.sizes), get_num_threads())
 
 
 def score(plan: DotBCE, clients: Clients, items: np.ndarray) -> np.ndarray:

@@ -205,47 +205,56 @@ def prefetch(typing: Any, array: Any, at: Any) -> Any:
         place, whole = builder.bitcast(_pointer(context, builder, signature, values), ir.IntType(8).as_pointer()), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [place.type, whole, whole, whole])
         function = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(builder.module, kind, "llvm.prefetch.p0")
-        read, keep, data = (ir.Constant(whole, value) for value in (0, 3, 1))
+        read, keep, data = (ir.Constant(whole, value) for value in (0, 2, 1))
         builder.call(function, [place, read, keep, data])
         return context.get_dummy_value()
 
     return types.void(array, types.intp), generate
 
 
-def turner(gathers: bool) -> Any:
+def turner(gathers: bool, side: int) -> Any:
     """A function that turns sixteen times sixteen numbers: from places of their own to places `by` apart, or (not gathers) the other way.
 
     turn(source, here, out, there, by): number j of the lanes at source[here[i]] becomes number i of the lanes at out[there + j·by], or
     number j of the lanes at source[here + i·by] number i of the lanes at out[there[j]], for all i and j. Unchecked.
+    In squares of `side` (16 or 8), each read, turned and written before the next.
     """
 
     def turn(typing: Any, source: Any, here: Any, out: Any, there: Any, by: Any) -> Any:
-        index, lanes = ir.VectorType(ir.IntType(32), WIDTH), Lanes(source.dtype)
+        index, align = ir.VectorType(ir.IntType(32), side), source.dtype.bitwidth // 8
 
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            vector, align = context.get_value_type(lanes).as_pointer(), source.dtype.bitwidth // 8
+            vector = ir.VectorType(context.get_value_type(source.dtype), side).as_pointer()
 
             def data(array: int) -> Any:
                 return context.make_array(signature.args[array])(context, builder, values[array]).data
 
-            def place(array: int, i: int) -> Any:
-                number = ir.Constant(ir.IntType(64), i)
+            def place(array: int, i: int, first: int) -> Any:
+                number, on = ir.Constant(ir.IntType(64), i), ir.Constant(ir.IntType(64), first)
                 if (array == 0) == gathers:
                     at = builder.load(builder.gep(data(array + 1), [number]))
                 else:
                     at = builder.add(values[array + 1], builder.mul(number, values[4]))
-                return builder.bitcast(builder.gep(data(array), [at]), vector)
+                return builder.bitcast(builder.gep(data(array), [builder.add(at, on)]), vector)
 
-            rows = [builder.load(place(0, i), align=align) for i in range(WIDTH)]
-            for step in (8, 4, 2, 1):  # swap the blocks of this size that lie across the diagonal
-                for i in range(WIDTH):
-                    if not i & step:
-                        low, high = rows[i], rows[i + step]
-                        first = [lane if not lane & step else WIDTH + lane - step for lane in range(WIDTH)]
-                        second = [lane + step if not lane & step else WIDTH + lane for lane in range(WIDTH)]
-                        rows[i], rows[i + step] = (builder.shuffle_vector(low, high, ir.Constant(index, pair)) for pair in (first, second))
-            for j in range(WIDTH):
-                builder.store(rows[j], place(2, j), align=align)
+            def square(top: int, left: int) -> None:
+                rows = [builder.load(place(0, top + i, left), align=align) for i in range(side)]
+                step = side // 2
+                while step:  # swap the blocks of this size that lie across the diagonal
+                    for i in range(side):
+                        if not i & step:
+                            low, high = rows[i], rows[i + step]
+                            first = [lane if not lane & step else side + lane - step for lane in range(side)]
+                            second = [lane + step if not lane & step else side + lane for lane in range(side)]
+                            pairs = (ir.Constant(index, pair) for pair in (first, second))
+                            rows[i], rows[i + step] = (builder.shuffle_vector(low, high, pair) for pair in pairs)
+                    step //= 2
+                for j in range(side):
+                    builder.store(rows[j], place(2, left + j, top), align=align)
+
+            for top in range(0, WIDTH, side):
+                for left in range(0, WIDTH, side):
+                    square(top, left)
             return context.get_dummy_value()
 
         wanted = (here, out, types.intp) if gathers else (types.intp, out, there)
@@ -254,7 +263,9 @@ def turner(gathers: bool) -> Any:
     return intrinsic(turn)
 
 
-turn_in, turn_out = turner(gathers=True), turner(gathers=False)
+SIDE = WIDTH if has_avx512() else WIDTH // 2
+"""as large as there are registers for: larger squares would be written to memory and read back half turned"""
+turn_in, turn_out = turner(True, SIDE), turner(False, SIDE)
 
 
 def _fold(builder: Any, left: Any, right: Any, half: int) -> Any:
@@ -358,18 +369,19 @@ def mixer(outs: int, blocks: int, keeps: str) -> Any:
     return intrinsic(mix)
 
 
-def multiplier(ups: int, others: int) -> Any:
+def multiplier(ups: int, others: int, wide: int) -> Any:
     """A function that adds the products of `ups` rows with `others` (2, 4 or 8) to an array, all of them in registers at once.
 
     multiply(up, x, acts, y, n, step, out, at, by): out[at + u·by + i] += the n numbers at up[x + u·step] · those at acts[y + i·step],
-    i < others
+    i < others; `wide` (16 or 8) numbers at a time
     """
+    halves = [half for half in (8, 4, 2, 1) if half < wide]
 
     def multiply(typing: Any, up: Any, x: Any, acts: Any, y: Any, n: Any, step: Any, out: Any, at: Any, by: Any) -> Any:
         whole, align = types.intp, up.dtype.bitwidth // 8
 
         def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-            vector = context.get_value_type(Lanes(up.dtype))
+            vector = ir.VectorType(context.get_value_type(up.dtype), wide)
 
             def row(array: int, number: int, where: Any) -> Any:
                 place = _pointer(context, builder, signature, given, array)
@@ -379,7 +391,7 @@ def multiplier(ups: int, others: int) -> Any:
             sums = [[cgutils.alloca_once(builder, vector) for _ in range(others)] for _ in range(ups)]
             for place in sum(sums, []):
                 builder.store(ir.Constant(vector, None), place)
-            stride = ir.Constant(ir.IntType(64), WIDTH)
+            stride = ir.Constant(ir.IntType(64), wide)
             with cgutils.for_range(builder, builder.udiv(given[4], stride)) as loop:
                 where = builder.mul(loop.index, stride)
                 left, right = [row(0, u, where) for u in range(ups)], [row(2, i, where) for i in range(others)]
@@ -388,7 +400,7 @@ def multiplier(ups: int, others: int) -> Any:
                         _times(builder, sums[u][i], left[u], right[i])
             for u in range(ups):
                 values = [builder.load(place) for place in sums[u]]
-                for half in (8, 4, 2, 1):
+                for half in halves:
                     pairs = zip(values[::2], values[1::2], strict=True) if len(values) > 1 else [(values[0], values[0])]
                     values = [_fold(builder, *pair, half) for pair in pairs]
                 far = builder.mul(ir.Constant(ir.IntType(64), u), given[8])

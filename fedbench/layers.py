@@ -36,9 +36,9 @@ DIVIDE: Final = "numpy"
 """no check for a zero divisor: it would keep every loop that divides from being vectorised"""
 TILE = 128
 """rows whose layers are computed at once, a feature's numbers side by side"""
-OUTS, BLOCKS, UPS, OTHERS = (8, 2, 2, 8) if has_avx512() else (4, 1, 1, 4)
-"""sums that are made at a time, OUTS by BLOCKS in mixing and UPS by OTHERS in products: as many as there are registers for"""
-multiply_one, multiply_many = multiplier(1, OTHERS), multiplier(UPS, OTHERS)
+OUTS, BLOCKS, UPS, OTHERS, WIDE = (8, 2, 2, 8, 16) if has_avx512() else (4, 1, 1, 8, 8)
+"""sums that are made at a time, OUTS by BLOCKS in mixing and UPS by OTHERS, of WIDE lanes each, in products: as many as registers hold"""
+multiply_one, multiply_many = multiplier(1, OTHERS, WIDE), multiplier(UPS, OTHERS, WIDE)
 
 
 @njit(inline="always")

@@ -22,8 +22,7 @@ from fedbench.lanes import (
     spread,
     square_root,
     take,
-    turn_in,
-    turn_out,
+    turner,
     whole,
 )
 from fedbench.layers import TILE, copy, give_rows, mix_gated, mix_positive, mix_rows, padded, part, products, take_rows, zeros
@@ -99,18 +98,19 @@ def test_roots_of_all_sizes(kind: type) -> None:
     np.testing.assert_allclose(out, np.sqrt(x), rtol=1.5 * np.finfo(kind).eps, atol=0)
 
 
-@njit
-def turned(source: np.ndarray, here: np.ndarray, out: np.ndarray, to: int, by: int) -> None:
-    turn_in(source, here, out, to, by)
-
-
-@njit
-def turned_back(source: np.ndarray, at: int, out: np.ndarray, there: np.ndarray, by: int) -> None:
-    turn_out(source, at, out, there, by)
-
-
 @KINDS
-def test_turn(kind: type) -> None:
+@pytest.mark.parametrize("side", [WIDTH, WIDTH // 2], ids=["AVX-512", "others"])
+def test_turn(side: int, kind: type) -> None:
+    turn_in, turn_out = turner(True, side), turner(False, side)
+
+    @njit
+    def turned(source: np.ndarray, here: np.ndarray, out: np.ndarray, to: int, by: int) -> None:
+        turn_in(source, here, out, to, by)
+
+    @njit
+    def turned_back(source: np.ndarray, at: int, out: np.ndarray, there: np.ndarray, by: int) -> None:
+        turn_out(source, at, out, there, by)
+
     source, out, back = numbers(kind, 40, WIDTH), np.zeros((WIDTH, 50), kind), np.zeros((40, WIDTH), kind)
     rows = np.random.default_rng(1).permutation(40)[:WIDTH]
     turned(source.reshape(-1), rows * WIDTH, out.reshape(-1), 7, 50)
@@ -199,9 +199,10 @@ def test_sums_that_are_kept(outs: int, kind: type) -> None:
 
 
 @KINDS
-@pytest.mark.parametrize(("outs", "blocks", "ups", "others"), [(8, 2, 2, 8), (4, 1, 1, 4)], ids=["AVX-512", "others"])
-def test_sums_at_a_time_of_either_kind_of_machine(outs: int, blocks: int, ups: int, others: int, kind: type) -> None:
-    mix, multiply = mixer(outs, blocks, "all"), multiplier(ups, others)
+@pytest.mark.parametrize(("outs", "blocks", "ups", "wide"), [(8, 2, 2, 16), (4, 1, 1, 8)], ids=["AVX-512", "others"])
+def test_sums_at_a_time_of_either_kind_of_machine(outs: int, blocks: int, ups: int, wide: int, kind: type) -> None:
+    others = 8
+    mix, multiply = mixer(outs, blocks, "all"), multiplier(ups, others, wide)
 
     @njit
     def run(values: np.ndarray, weights: np.ndarray, begin: np.ndarray, out: np.ndarray, grad: np.ndarray) -> None:
@@ -211,9 +212,9 @@ def test_sums_at_a_time_of_either_kind_of_machine(outs: int, blocks: int, ups: i
     values, weights, begin = numbers(kind, 8, TILE), numbers(kind, outs, 5, seed=1), numbers(kind, outs, seed=2)
     out, grad = np.zeros((outs, TILE), kind), np.ones((ups, others), kind)
     run(values.reshape(-1), weights.reshape(-1), begin, out.reshape(-1), grad.reshape(-1))
-    wide = blocks * WIDTH
-    np.testing.assert_allclose(out[:, :wide], begin[:, None] + weights @ values[:5, :wide], rtol=0, atol=100 * np.finfo(kind).eps)
-    assert not out[:, wide:].any()
+    end = blocks * WIDTH
+    np.testing.assert_allclose(out[:, :end], begin[:, None] + weights @ values[:5, :end], rtol=0, atol=100 * np.finfo(kind).eps)
+    assert not out[:, end:].any()
     wanted = 1 + out[:ups, :WIDTH] @ values[:others, :WIDTH].T
     np.testing.assert_allclose(grad, wanted, rtol=0, atol=1000 * np.finfo(kind).eps)
 
