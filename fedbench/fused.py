@@ -395,10 +395,10 @@ def _count(codes: np.ndarray, counts: np.ndarray) -> None:
 
 @njit
 def _room(t: int, d: int, batch: int, sizes: np.ndarray, adapter: int) -> int:
-    """How many numbers the training of a client with t rows needs room for."""
-    plain = 4 * d * padded(t) + 4 * padded(t) + 3 * padded(d)
+    """How many numbers the merging and training of a client with t rows needs room for."""
     most = padded(min(t, batch))
-    return plain + (3 * d + 4) * most + 4 * padded(adapter) + 2 * (sizes.sum() + 1) * TILE + padded(sizes.sum())
+    layers = 2 * (sizes.sum() + 1) * TILE + padded(sizes.sum())
+    return (4 * d + 2) * padded(t) + 3 * padded(d) + (3 * d + 4) * most + 4 * padded(adapter) + layers
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
@@ -610,6 +610,52 @@ def train_rows(
     place: np.ndarray,
     user: np.ndarray,
     who: np.ndarray,
+    epochs: int,
+    batch: int,
+    lr: float,
+    tolerance: float,
+    tiny: float,
+    change: np.ndarray,
+    workers: int,
+    loss: np.ndarray,
+    steps: np.ndarray,
+) -> None:
+    """Local training of n clients whose samples and touched rows lie one client after another from begin[c] and row_begin[c] on.
+
+    Client c trains the rows of tables[place[c]] and user[who[c]]. Tables are trained in place, or `change` [R, d] takes how each touched
+    row changed and they stay as they are.
+    """
+    if who.size == 0:
+        return
+    d, paces = user.shape[1], _paces(epochs * -(-count.max() // batch))
+    need = (3 * d + 4) * padded(touched.max()) + 3 * padded(d)
+    rooms = zeros(workers * need, user)  # here, not in the loop: who uses them is not counted there, which would take a tenth of the time
+    for worker in prange(workers):
+        room = rooms[worker * need : (worker + 1) * need]
+        for c in range(worker * who.size // workers, (worker + 1) * who.size // workers):
+            mine, rows = slice(begin[c], begin[c] + count[c]), slice(row_begin[c], row_begin[c] + touched[c])
+            later = min(c + 1, who.size - 1)
+            theirs = row[row_begin[later] : row_begin[later] + touched[later]]
+            if count[c]:
+                loss[c], steps[c] = _train_dot(
+                    stream[c], local[mine], label[mine], row[rows], tables[place[c]], user[who[c]], epochs, batch, lr, paces, tolerance,
+                    tiny, change[rows] if len(change) else change, room, tables[place[later]], theirs)  # fmt: skip
+
+
+@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
+def train_elastic_rows(
+    stream: np.ndarray,
+    begin: np.ndarray,
+    count: np.ndarray,
+    local: np.ndarray,
+    label: np.ndarray,
+    row_begin: np.ndarray,
+    touched: np.ndarray,
+    row: np.ndarray,
+    tables: np.ndarray,
+    place: np.ndarray,
+    user: np.ndarray,
+    who: np.ndarray,
     sent: np.ndarray,
     slot: np.ndarray,
     adapter: np.ndarray,
@@ -621,39 +667,30 @@ def train_rows(
     tolerance: float,
     tiny: float,
     merges: bool,
-    change: np.ndarray,
     workers: int,
     loss: np.ndarray,
     steps: np.ndarray,
 ) -> None:
-    """Local training of n clients whose samples and touched rows lie one client after another from begin[c] and row_begin[c] on.
+    """The same with sent[slot[c]] merged in and adapter[who[c]] trained too.
 
-    Client c trains the rows of tables[place[c]], user[who[c]] and, if slot[c] >= 0, adapter[who[c]] with sent[slot[c]] merged in. If it
-    `merges`, all rows of its table are merged with sent[slot[c]] before, when they are in the cache for its training.
-    Tables are trained in place, or `change` [R, d] takes how each touched row changed and they stay as they are.
+    If a client `merges`, all rows of its table are merged with those of sent[slot[c]] before: so they are in the cache for its training.
     """
     if who.size == 0:
         return
     paces = _paces(epochs * -(-count.max() // batch))
     need = _room(touched.max(), user.shape[1], batch, sizes, adapter.shape[1])
     everything = np.arange(tables.shape[1])
-    rooms = zeros(workers * need, user)  # here, not in the loop: who uses them is not counted there, which would take a tenth of the time
+    rooms = zeros(workers * need, user)
     for worker in prange(workers):
         room = rooms[worker * need : (worker + 1) * need]
         for c in range(worker * who.size // workers, (worker + 1) * who.size // workers):
             mine, rows = slice(begin[c], begin[c] + count[c]), slice(row_begin[c], row_begin[c] + touched[c])
-            later = min(c + 1, who.size - 1)
-            theirs = row[row_begin[later] : row_begin[later] + touched[later]]
             if merges:
                 _merge(tables[place[c]], sent[slot[c]], everything, adapter[who[c]], sizes, room)
-            if count[c] and slot[c] >= 0:
+            if count[c]:
                 loss[c], steps[c] = _train_elastic(
                     stream[c], local[mine], label[mine], row[rows], tables[place[c]], user[who[c]], sent[slot[c]], adapter[who[c]], sizes,
                     epochs, batch, lr, lr_adapter, paces, tolerance, tiny, room)  # fmt: skip
-            elif count[c]:
-                loss[c], steps[c] = _train_dot(
-                    stream[c], local[mine], label[mine], row[rows], tables[place[c]], user[who[c]], epochs, batch, lr, paces, tolerance,
-                    tiny, change[rows] if len(change) else change, room, tables[place[later]], theirs)  # fmt: skip
 
 
 @njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
@@ -1188,24 +1225,14 @@ def train_in_place(
     """
     user = clients.user
     loss, steps = np.zeros(len(clients.who)), np.zeros(len(clients.who), np.int64)
-    lr_adapter = plan.lr_adapter if isinstance(plan, ElasticBCE) else 0.0
-    room = np.empty((0, user.shape[1]), user.dtype) if change is None else change
-    kernel: Any = train_rows
-    kernel(
-        *samples,
-        *clients.of(plan),
-        epochs,
-        batch,
-        plan.lr,
-        lr_adapter,
-        tolerance,
-        user.dtype.type(TINY[user.itemsize]),
-        merges,
-        room,
-        get_num_threads(),
-        loss,
-        steps,
-    )
+    tiny, workers = user.dtype.type(TINY[user.itemsize]), get_num_threads()
+    if isinstance(plan, ElasticBCE):
+        elastic: Any = train_elastic_rows
+        elastic(*samples, *clients.of(plan), epochs, batch, plan.lr, plan.lr_adapter, tolerance, tiny, merges, workers, loss, steps)
+    else:
+        plain: Any = train_rows
+        room = np.empty((0, user.shape[1]), user.dtype) if change is None else change
+        plain(*samples, *clients.of(plan)[:4], epochs, batch, plan.lr, tolerance, tiny, room, workers, loss, steps)
     return loss, steps
 
 

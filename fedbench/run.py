@@ -19,11 +19,12 @@ import numba
 import numpy as np
 import pandas as pd
 import torch
+from numba.core.event import Event, Listener, install_listener
 from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 
-from fedbench import checkpoint, mirror, newcomers, pool, ranks, registry
+from fedbench import checkpoint, fused, mirror, newcomers, pool, ranks, registry
 from fedbench.algorithm import Algorithm, Tensors
 from fedbench.central import Central
 from fedbench.config import RunConfig, placed, read_config
@@ -99,9 +100,24 @@ def run(config: RunConfig) -> dict[str, Any]:
     if ranks.anywhere(ranks.restarted())[0]:
         config = once_more(config)
     out = Path(ranks.told(lambda: str(choose_folder(config))))
-    with claimed(out) if ranks.is_first() else nullcontext():
+    with claimed(out) if ranks.is_first() else nullcontext(), install_listener("numba:compile", Compiling()):
         resume, state = told_state(lambda: going_on(out, config, parts))
         return carry_out(config, parts, dataset, device, out, resume, state)
+
+
+class Compiling(Listener):
+    """Says once that a kernel of local training is being compiled: the first round waits for it."""
+
+    said = False
+
+    def on_start(self, event: Event) -> None:
+        if not self.said and event.data["dispatcher"].py_func.__module__ == fused.__name__:
+            self.said = True
+            with tqdm.external_write_mode():  # the bar makes way for a line
+                log.info("compiling the kernels of this method for this machine: a minute or so, once; later runs find them")
+
+    def on_end(self, event: Event) -> None:
+        """Nothing to say: the round goes on."""
 
 
 def carry_out(

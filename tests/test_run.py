@@ -14,8 +14,9 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from numba.core.event import install_listener, trigger_event
 
-from fedbench import checkpoint, cli, run, tracking
+from fedbench import checkpoint, cli, fused, run, split, tracking
 from fedbench.config import resolve
 from fedbench.engine import Engine
 
@@ -109,6 +110,16 @@ def test_kernels_do_not_matter(tmp_path: Path) -> None:
     """In float64: without kernels sums run in another order, and Adam magnifies the last digit of a float32."""
     expected = carry_out(f"{FEDEM} --dtype float64", tmp_path / "auto")
     assert_same_metrics(carry_out(f"{FEDEM} --dtype float64 --kernel off --block-rows 100000", tmp_path / "off"), expected)
+
+
+def test_a_run_says_once_that_it_compiles_kernels_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(run.log, "info", said.append)
+    with install_listener("numba:compile", run.Compiling()):
+        for kernel, heard in ((split.permute, 0), (fused.train_rows, 1), (fused.train_neumf, 1)):
+            with trigger_event("numba:compile", data={"dispatcher": kernel}):  # as numba does when it finds no compiled one
+                assert len(said) == heard
+    assert "once" in said[0]
 
 
 def test_evaluates_every_so_often_and_in_the_last_round(tmp_path: Path) -> None:
