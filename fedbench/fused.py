@@ -199,7 +199,7 @@ def _settled(total: float, seen: int, before: float, tolerance: float, epoch: in
 def _slope(x: float, tail: float, pos: float, neg: float, share: float, one: float) -> tuple[float, float]:
     """A logit with pos samples of label 1 and neg of label 0: share times the slope of their cross-entropy, and that. Numbers or Lanes.
 
-    tail: exp(-|x|). It is made in a loop of its own: what one number waits for is short then, and more of them are under way at a time.
+    tail: exp(-|x|)
     """
     zero = one - one
     large = one / (one + tail)
@@ -247,7 +247,7 @@ def _dot_step(
         if d % 2:
             a = a + repeat(p, d - 1) * take(q, at)
         put(slopes, s, a + b)
-    for s in range(0, pos.size, WIDTH):
+    for s in range(0, pos.size, WIDTH):  # a loop of its own: what a number waits for is short, and more of them are under way at a time
         put(tails, s, exp_minus(magnitude(take(slopes, s))))
     for s in range(0, pos.size, WIDTH):
         error, value = _slope(take(slopes, s), take(tails, s), take(pos, s), take(neg, s), share, kind(1))
@@ -424,6 +424,7 @@ def _train_dot(
 
     The trained rows go back to the table, or, if `change` has room, how they changed goes there. Returns running mean loss and steps.
     Within a step a row is looked at once however many samples use it; WIDTH rows lie side by side, a number of each next to the others'.
+    later, theirs: the next client's table and rows, of which every step has a portion fetched.
     """
     n, t, d, kind = local.size, row.size, p.size, p.dtype.type
     width = padded(t)
@@ -1220,7 +1221,6 @@ def train_in_place(
     """Local training of C clients; returns running mean losses and steps, [C] each. With `change` [R, d] their tables stay as they are.
 
     merges: the plan is ElasticBCE, and all rows of the clients' tables are merged with the server's first
-
     samples: (stream [C], begin [C], count [C], local, label, row_begin [C], touched [C], row), see train_rows
     """
     user = clients.user
