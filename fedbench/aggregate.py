@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedbench.errors import FedbenchError, NotFinite, UsageError
 from fedbench.lanes import WIDTH, put, repeat, spread, take
-from fedbench.layers import DIVIDE, FAST, TILE, fetch, padded, products, take_rows, zeros
+from fedbench.layers import DIVIDE, FAST, SQUARE, TILE, fetch, padded, products, take_rows, zeros
 from fedbench.store import Disk, Picked, filled
 
 if TYPE_CHECKING:
@@ -190,17 +190,18 @@ def _direction(covariance: Tensor, dtype: torch.dtype) -> Tensor:
 def _covariances(tables: np.ndarray, mean: np.ndarray, out: np.ndarray) -> None:
     """out [S, d, d] += the products of every table's columns less their means, which are summed in float64 over tiles of items."""
     clients, items, d = tables.shape
-    everything = np.arange(items)
+    everything = np.arange(items, dtype=np.int32)
     for c in prange(clients):
-        beside, part = zeros(d * TILE, tables), zeros(d * d, tables)
+        beside, part, spare = zeros(d * TILE, tables), zeros(d * d, tables), zeros((TILE // WIDTH + 2) * SQUARE, tables)
         for start in range(0, items, TILE):
             some = everything[start : start + TILE]
-            take_rows(tables[c], some, beside, 0, WIDTH, TILE)
-            for j in range(d):
-                for y in range(j * TILE, j * TILE + some.size, WIDTH):
-                    put(beside, y, take(beside, y) - repeat(mean[c], j))
-                beside[j * TILE + some.size : (j + 1) * TILE] = 0
-            products(beside, 0, d, beside, 0, d, part, 0, padded(some.size))
+            n, wide = padded(some.size), d * WIDTH
+            take_rows(tables[c], some, beside, 0, wide)
+            for y in range(0, n * d, WIDTH):
+                put(beside, y, take(beside, y) - repeat(mean[c], y // WIDTH % d))
+            for s in range(some.size, n):
+                beside[(n - WIDTH) * d + s % WIDTH : n * d : WIDTH] = 0
+            products(beside, 0, wide, d, beside, 0, wide, d, part, 0, n // WIDTH, spare)
             for j in range(d):
                 for k in range(d):
                     out[c, j, k] += part[j * d + k]
@@ -211,16 +212,16 @@ def _covariances(tables: np.ndarray, mean: np.ndarray, out: np.ndarray) -> None:
 def _along(tables: np.ndarray, mean: np.ndarray, direction: np.ndarray, out: np.ndarray) -> None:
     """out [S, M]: each row of a table less the mean, along the table's direction [S, d]."""
     clients, items, d = tables.shape
-    everything = np.arange(items)
+    everything = np.arange(items, dtype=np.int32)
     for c in prange(clients):
         beside, scores = zeros(d * TILE, tables), zeros(TILE, tables)
         for start in range(0, items, TILE):
             some = everything[start : start + TILE]
-            take_rows(tables[c], some, beside, 0, WIDTH, TILE)
+            take_rows(tables[c], some, beside, 0, d * WIDTH)
             for s in range(0, some.size, WIDTH):
                 score = spread(tables.dtype.type(0))
                 for j in range(d):
-                    score = score + repeat(direction[c], j) * (take(beside, j * TILE + s) - repeat(mean[c], j))
+                    score = score + repeat(direction[c], j) * (take(beside, s * d + j * WIDTH) - repeat(mean[c], j))
                 put(scores, s, score)
             out[c, start : start + TILE] = scores[: some.size]
 

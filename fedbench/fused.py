@@ -15,21 +15,24 @@ import numpy as np
 from numba import get_num_threads, njit, prange
 
 from fedbench.elementary import exp_minus, log_one_plus
-from fedbench.lanes import WIDTH, across, magnitude, pick, put, repeat, spread, square_root, take
+from fedbench.lanes import WIDTH, across, magnitude, pick, prefetch, put, repeat, spread, square_root, take
 from fedbench.layers import (
     DIVIDE,
     FAST,
+    SQUARE,
     TILE,
     backward,
     copy,
     fetch,
     forward,
     give_rows,
+    gradient,
+    mix_all,
+    mix_onto_positive,
     mixed,
     padded,
     part,
     products,
-    row_of,
     take_rows,
     zeros,
 )
@@ -219,7 +222,7 @@ def _slopes(logit: np.ndarray, pos: np.ndarray, neg: np.ndarray, n: int, share: 
     return summed
 
 
-@njit(fastmath=FAST, error_model=DIVIDE)
+@njit(forceinline=True, fastmath=FAST, error_model=DIVIDE)
 def _dot_step(
     rows: Moving,
     person: Moving,
@@ -253,23 +256,8 @@ def _dot_step(
         error, value = _slope(take(slopes, s), take(tails, s), take(pos, s), take(neg, s), share, kind(1))
         put(slopes, s, error)
         loss = loss + value
-    for j in range(0, d - 3, 4):
-        a, b, c, e = spread(zero), spread(zero), spread(zero), spread(zero)
-        at = j * WIDTH
-        for s in range(0, pos.size, WIDTH):
-            error = take(slopes, s)
-            a = a + error * take(q, at)
-            b = b + error * take(q, at + WIDTH)
-            c = c + error * take(q, at + 2 * WIDTH)
-            e = e + error * take(q, at + 3 * WIDTH)
-            at += d * WIDTH
-        gp[j], gp[j + 1], gp[j + 2], gp[j + 3] = across(a), across(b), across(c), across(e)
-    for j in range(d // 4 * 4, d):
-        a, at = spread(zero), j * WIDTH
-        for s in range(0, pos.size, WIDTH):
-            a = a + take(slopes, s) * take(q, at)
-            at += d * WIDTH
-        gp[j] = across(a)
+    gp[:] = zero
+    products(slopes, 0, WIDTH, 1, q, 0, d * WIDTH, d, gp, 0, pos.size // WIDTH, slopes)
     for s in range(0, pos.size, WIDTH):
         error, at = take(slopes, s), s * d
         for j in range(0, d - 1, 2):
@@ -286,13 +274,13 @@ def _dot_step(
     return across(loss)
 
 
-@njit(fastmath=FAST, error_model=DIVIDE)
-def _less(x: np.ndarray, at: int, y: np.ndarray, by: int, n: int) -> None:
-    """x[at + i] -= y[by + i] for i < n."""
+@njit(inline="always", fastmath=FAST, error_model=DIVIDE)
+def _less(x: np.ndarray, at: int, by: int, n: int, out: np.ndarray) -> None:
+    """out[at + i] = x[at + i] - x[by + i] for i < n."""
     for i in range(0, n - WIDTH + 1, WIDTH):
-        put(x, at + i, take(x, at + i) - take(y, by + i))
+        put(out, at + i, take(x, at + i) - take(x, by + i))
     for i in range(n // WIDTH * WIDTH, n):
-        x[at + i] -= y[by + i]
+        out[at + i] = x[at + i] - x[by + i]
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
@@ -301,77 +289,72 @@ def _see(w: np.ndarray, sizes: np.ndarray, seen: np.ndarray) -> None:
     d = sizes[0] // 2
     copy(w, 0, seen, 0, w.size)
     for at in range(0, sizes[0] * sizes[1], 2 * d):
-        _less(seen, at, w, at + d, d)
+        _less(w, at, at + d, d, seen)
 
 
-@njit(fastmath=FAST, error_model=DIVIDE)
+@njit(forceinline=True, fastmath=FAST, error_model=DIVIDE)
 def _elastic_step(
-    own: np.ndarray,
-    sent: np.ndarray,
-    gq: np.ndarray,
+    acts: np.ndarray,
+    delta: np.ndarray,
+    base: np.ndarray,
+    fresh: bool,
     person: Moving,
     adapter: Moving,
     sizes: np.ndarray,
     pos: np.ndarray,
     neg: np.ndarray,
-    n: int,
+    blocks: int,
     share: float,
     rates: tuple[float, float],
     rates_adapter: tuple[float, float],
     tiny: float,
-    tiles: tuple[np.ndarray, np.ndarray],
     room: tuple[np.ndarray, ...],
 ) -> float:
-    """One batch of a client over its n rows in the batch, own and sent, WIDTH of them side by side: a step of the adapter, then of p [d].
+    """One batch of a client over blocks of its rows, own and sent side by side in `acts`: a step of the adapter, then of p [d].
 
-    gq becomes the gradient of the rows; returns the summed loss. room: for p · own and p · (sent - own), which both steps need, slopes,
-    p's gradient, what `_see` makes, the adapter's gradient, and zeros for `backward`.
+    The first features of `delta` become the gradient of its own rows; returns the summed loss. base: what bias and the server's rows add to
+    the first layer: the adapter's second step leaves it as the next batch's first one needs it, unless the rows are `fresh`. room: for what
+    `_see` makes, p · own and p · (sent - own), which both steps need, slopes, p's gradient and the adapter's, and for `products`.
     """
     p, first_p, second_p = person
     w, first_w, second_w = adapter
-    d, kind = p.size, p.dtype.type
-    one, zero = kind(1), kind(0)
-    (acts, delta), (mine, change, slopes, gp, seen, gw, nothing) = tiles, room
-    last = sizes.sum() - 1
+    d, hidden, kind = p.size, sizes[1], p.dtype.type
+    by, last, one, zero = sizes.sum() * WIDTH, (sizes.sum() - 1) * WIDTH, kind(1), kind(0)
+    seen, mine, change, slopes, gp, gw, nothing, ones, spare = room
     loss = spread(zero)
     gp[:], gw[:] = zero, zero
     for phase in range(2):
-        _see(w, sizes, seen)
-        for start in range(0, n, TILE):
-            b = min(TILE, n - start)
-            if phase == 0 or n > TILE:
-                for s in range(0, b, WIDTH):
-                    ours, theirs, at = spread(zero), spread(zero), (start + s) * d
-                    for j in range(d):
-                        x, y = take(own, at + j * WIDTH), take(sent, at + j * WIDTH)
-                        ours, theirs = ours + repeat(p, j) * x, theirs + repeat(p, j) * y
-                        put(acts, j * TILE + s, x)
-                        put(acts, (d + j) * TILE + s, y)
-                    put(mine, start + s, ours)
-                    put(change, start + s, theirs - ours)
-            forward(seen, sizes, acts, b, True)
-            for s in range(0, b, WIDTH):
-                rho, moved = take(acts, last * TILE + s), take(change, start + s)
-                logit = take(mine, start + s) + rho * moved
-                error, value = _slope(logit, exp_minus(magnitude(logit)), take(pos, start + s), take(neg, start + s), share, one)
-                top = error * moved * rho * (one - rho)
-                put(delta, last * TILE + s, pick(magnitude(top), tiny, top, spread(zero)))
-                put(slopes, s, error - error * rho)
-                put(slopes, TILE + s, error * rho)
-                if phase == 1:
-                    loss = loss + value
-            backward(seen, sizes, acts, delta, gw, nothing, b, phase == 0, d * phase)
+        if fresh or phase == 1:
+            _see(w, sizes, seen)
+            mix_all(acts, d * WIDTH, by, d, base, 0, hidden * WIDTH, hidden, seen, 2 * d * hidden, 0, seen, d, 2 * d, 1, blocks, acts)
+        mix_onto_positive(acts, 0, by, d, acts, 2 * d * WIDTH, by, hidden, base, 0, hidden * WIDTH, seen, 0, 2 * d, 1, blocks, acts)
+        forward(seen, sizes, acts, blocks, 1, True)
+        for b in range(blocks):
+            x, s = b * by, b * WIDTH
+            if phase == 0:
+                ours = mixed(spread(zero), acts, x, d, p, 0, 1)
+                put(mine, s, ours)
+                put(change, s, mixed(spread(zero), acts, x + d * WIDTH, d, p, 0, 1) - ours)
+            rho, moved = take(acts, x + last), take(change, s)
+            logit = take(mine, s) + rho * moved
+            error, value = _slope(logit, exp_minus(magnitude(logit)), take(pos, s), take(neg, s), share, one)
+            top = error * moved * rho * (one - rho)
+            put(delta, x + last, pick(magnitude(top), tiny, top, spread(zero)))
             if phase == 1:
-                products(slopes, 0, 1, acts, 0, d, gp, 0, b)
-                products(slopes, 1, 1, acts, d, d, gp, 0, b)
-                for s in range(0, b, WIDTH):
-                    rest = take(slopes, s)
-                    for j in range(d):
-                        put(gq, (start + s) * d + j * WIDTH, take(delta, j * TILE + s) + repeat(p, j) * rest)
+                rest = error - error * rho
+                put(slopes, 2 * s, rest)
+                put(slopes, 2 * s + WIDTH, error * rho)
+                for j in range(d):
+                    put(delta, x + j * WIDTH, repeat(p, j) * rest)
+                loss = loss + value
+        backward(seen, sizes, acts, delta, nothing, blocks, d * phase)
         if phase == 0:
+            gradient(sizes, acts, delta, gw, ones, blocks, spare)
             for at in range(0, sizes[0] * sizes[1], 2 * d):  # from slopes of `seen` to those of w: weights of the change are in both halves
-                _less(gw, at + d, gw, at, d)
+                _less(gw, at + d, at, d, gw)
             _adam(w, gw, first_w, second_w, rates_adapter, tiny)
+    for half in range(2):
+        products(slopes, half * WIDTH, 2 * WIDTH, 1, acts, half * d * WIDTH, by, d, gp, 0, blocks, spare)
     _adam(p, gp, first_p, second_p, rates, tiny)
     return across(loss)
 
@@ -396,9 +379,10 @@ def _count(codes: np.ndarray, counts: np.ndarray) -> None:
 @njit
 def _room(t: int, d: int, batch: int, sizes: np.ndarray, adapter: int) -> int:
     """How many numbers the merging and training of a client with t rows needs room for."""
-    most = padded(min(t, batch))
-    layers = 2 * (sizes.sum() + 1) * TILE + padded(sizes.sum())
-    return (4 * d + 2) * padded(t) + 3 * padded(d) + (3 * d + 4) * most + 4 * padded(adapter) + layers
+    most, features = padded(min(t, batch)), sizes.sum()
+    of_client = (4 * d + 2) * padded(t) + 3 * padded(d) + 4 * padded(adapter) + padded(features) + WIDTH
+    of_batch = (2 * features + sizes[1] + 6 + WIDTH) * most + 2 * SQUARE
+    return max(of_client + of_batch, features * TILE + padded(adapter))
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
@@ -439,7 +423,7 @@ def _train_dot(
     gp, at = part(room, at, d)
     first[:], second[:], first_p[:], second_p[:] = 0, 0, 0, 0
     rows, person, pos, neg = (q, first, second), (p, first_p, second_p), counts[:width], counts[width:]
-    take_rows(table, row, q, 0, d * WIDTH, WIDTH)
+    take_rows(table, row, q, 0, d * WIDTH)
     codes = _codes(local, label, width)
     order = codes.copy()
     portion = -(-theirs.size // max(1, epochs * -(-n // batch)))
@@ -461,12 +445,12 @@ def _train_dot(
         if settled:
             break
     if len(change):
-        take_rows(table, row, first, 0, d * WIDTH, WIDTH)
+        take_rows(table, row, first, 0, d * WIDTH)
         for y in range(0, d * width, WIDTH):
             put(q, y, take(q, y) - take(first, y))
-        give_rows(q, np.arange(t), change)
+        give_rows(q, d * WIDTH, np.arange(t), change)
     else:
-        give_rows(q, row, table)
+        give_rows(q, d * WIDTH, row, table)
     return mean, step
 
 
@@ -492,36 +476,36 @@ def _train_elastic(
 ) -> tuple[float, int]:
     """The same for rows that every step merges with those of `sent`; p and w are trained in place, the rows go back to the table.
 
-    A client with one batch keeps its rows side by side; of one with several, those of a batch are put so for a step.
+    A client with one batch keeps its rows side by side in `acts`; of one with several, those of a batch are put there for a step.
     """
-    n, t, d, layers, kind = local.size, row.size, p.size, sizes.sum(), p.dtype.type
-    cut, width, most = n > batch, padded(t), padded(min(t, batch))
-    q, at = part(room, 0, d * width)
-    gq, at = part(room, at, d * width)
-    first, at = part(room, at, d * width)
+    n, t, d, features, kind = local.size, row.size, p.size, sizes.sum(), p.dtype.type
+    cut, width, most, by = n > batch, padded(t), padded(min(t, batch)), features * WIDTH
+    first, at = part(room, 0, d * width)
     second, at = part(room, at, d * width)
     first_p, at = part(room, at, d)
     second_p, at = part(room, at, d)
     first_w, at = part(room, at, w.size)
     second_w, at = part(room, at, w.size)
-    nothing, at = part(room, at, layers)
-    room[2 * d * width : at] = 0
+    nothing, at = part(room, at, features)
+    ones, at = part(room, at, WIDTH)
+    room[:at], ones[:] = 0, 1
+    q, at = part(room, at, d * width)
+    gq, at = part(room, at, d * width)
     counts, at = part(room, at, 2 * width)
     some, at = part(room, at, 2 * most)
-    own, at = part(room, at, d * most)
-    other, at = part(room, at, d * most)
-    grad, at = part(room, at, d * most)
     mine, at = part(room, at, most)
     change, at = part(room, at, most)
+    slopes, at = part(room, at, 2 * most)
     gp, at = part(room, at, d)
     seen_w, at = part(room, at, w.size)
     gw, at = part(room, at, w.size)
-    slopes, at = part(room, at, 2 * TILE)
-    acts, at = part(room, at, layers * TILE)
-    delta, at = part(room, at, layers * TILE)
+    acts, at = part(room, at, features * most)
+    delta, at = part(room, at, features * most)
+    base, at = part(room, at, sizes[1] * most)
+    spare, at = part(room, at, WIDTH * most + 2 * SQUARE)
     person, adapter = (p, first_p, second_p), (w, first_w, second_w)
-    rest = mine, change, slopes, gp, seen_w, gw, nothing
-    pos, neg, own, grad = (some[:most], some[most:], own, grad) if cut else (counts[:width], counts[width:], q, gq)
+    rest = seen_w, mine, change, slopes, gp, gw, nothing, ones, spare
+    pos, neg = (some[:most], some[most:]) if cut else (counts[:width], counts[width:])
     whole, lying, slope = table.reshape(-1), q[: t * d].reshape(t, d), gq[: t * d].reshape(t, d)
     used, which, codes = np.empty(t + 1, np.int64), np.empty(t + 1, np.int64), _codes(local, label, width)
     order = codes.copy()
@@ -529,34 +513,38 @@ def _train_elastic(
         for i in range(t):
             copy(whole, row[i] * d, q, i * d, d)
     else:
-        take_rows(table, row, q, 0, d * WIDTH, WIDTH)
-        take_rows(sent, row, other, 0, d * WIDTH, WIDTH)
-    step, summed, seen, mean, k = 0, 0.0, 0, 0.0, t
+        take_rows(table, row, acts, 0, by)
+        take_rows(sent, row, acts, d * WIDTH, by)
+    step, summed, seen, mean, blocks = 0, 0.0, 0, 0.0, width // WIDTH
     for epoch in range(epochs):
         if cut:
             order[:] = codes
             permute(order, key, epoch, batch)
         for start in range(0, n, batch):
-            stop = min(start + batch, n)
+            stop, k = min(start + batch, n), 0
             if cut or epoch == 0:
                 _count(order[start:stop], counts)
             if cut:
                 some[:] = 0
-                k = 0
                 for i in range(t):  # a row that is not in the batch is written over by the next
                     used[k], which[k] = i, row[i]
                     k += counts[i] + counts[width + i] > 0
                 for i in range(k):
                     pos[i], neg[i] = counts[used[i]], counts[width + used[i]]
-                take_rows(lying, used[:k], own, 0, d * WIDTH, WIDTH)
-                take_rows(sent, which[:k], other, 0, d * WIDTH, WIDTH)
+                take_rows(lying, used[:k], acts, 0, by)
+                take_rows(sent, which[:k], acts, d * WIDTH, by)
+                blocks = padded(k) // WIDTH
             rates, rates_w = (lr * paces[step, 0], paces[step, 1]), (lr_adapter * paces[step, 0], paces[step, 1])
-            summed += _elastic_step(own, other, grad, person, adapter, sizes, pos, neg, padded(k), kind(1 / (stop - start)), rates, rates_w,
-                                    tiny, (acts, delta), rest)  # fmt: skip
+            summed += _elastic_step(acts, delta, base, cut or step == 0, person, adapter, sizes, pos, neg, blocks, kind(1 / (stop - start)),
+                                    rates, rates_w, tiny, rest)  # fmt: skip
             if cut:
                 gq[:] = 0
-                give_rows(grad, used[:k], slope)
-            _adam(q, gq, first, second, rates, tiny)
+                give_rows(delta, by, used[:k], slope)
+                _adam(q, gq, first, second, rates, tiny)
+            else:
+                for b in range(blocks):
+                    here, x = slice(b * by, b * by + d * WIDTH), slice(b * d * WIDTH, (b + 1) * d * WIDTH)
+                    _adam(acts[here], delta[here], first[x], second[x], rates, tiny)
             step += 1
             seen += stop - start
         mean, settled = _settled(summed, seen, mean, tolerance, epoch)
@@ -566,35 +554,39 @@ def _train_elastic(
         for i in range(t):
             copy(q, i * d, whole, row[i] * d, d)
     else:
-        give_rows(q, row, table)
+        give_rows(acts, by, row, table)
     return mean, step
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
 def _merge_weights_of(item: np.ndarray, table: np.ndarray, sent: np.ndarray, seen: np.ndarray, sizes: np.ndarray, acts: np.ndarray) -> None:
-    """Fill acts with [own, sent] of these items, TILE of them at most, and all layers; it ends with rho."""
-    take_rows(table, item, acts, 0, WIDTH, TILE)
-    take_rows(sent, item, acts, table.shape[1] * TILE, WIDTH, TILE)
-    forward(seen, sizes, acts, padded(item.size), True)
+    """Fill acts with [own, sent] of these items, TILE of them at most, and all layers; blocks of it end with rho."""
+    take_rows(table, item, acts, 0, sizes.sum() * WIDTH)
+    take_rows(sent, item, acts, table.shape[1] * WIDTH, sizes.sum() * WIDTH)
+    forward(seen, sizes, acts, padded(item.size) // WIDTH, 0, True)
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
 def _merge(table: np.ndarray, sent: np.ndarray, everything: np.ndarray, w: np.ndarray, sizes: np.ndarray, room: np.ndarray) -> None:
     """Every row of a client's table moves towards the same of `sent`, as far as its adapter w says."""
-    d = table.shape[1]
+    d, by = table.shape[1], sizes.sum() * WIDTH
     acts, at = part(room, 0, sizes.sum() * TILE)
     seen, at = part(room, at, w.size)
-    rho, own, other = row_of(acts, sizes.sum() - 1), table.reshape(-1), sent.reshape(-1)
+    own, other = table.reshape(-1), sent.reshape(-1)
     _see(w, sizes, seen)
     for start in range(0, everything.size, TILE):
         item = everything[start : start + TILE]
         _merge_weights_of(item, table, sent, seen, sizes, acts)
-        for s in range(item.size):
-            at = (start + s) * d
-            for y in range(at, at + d - WIDTH + 1, WIDTH):
-                put(own, y, take(own, y) + repeat(rho, s) * (take(other, y) - take(own, y)))
-            for y in range(at + d // WIDTH * WIDTH, at + d):
-                own[y] += rho[s] * (other[y] - own[y])
+        for first in range(0, item.size, WIDTH):
+            rho, at = (first // WIDTH + 1) * by - WIDTH, (start + first) * d
+            for s in range(min(WIDTH, item.size - first)):
+                prefetch(own, at + TILE * d)  # for the next rows, if there are any: what lies elsewhere is not fetched, and nothing fails
+                prefetch(other, at + TILE * d)
+                for y in range(at, at + d - WIDTH + 1, WIDTH):
+                    put(own, y, take(own, y) + repeat(acts, rho + s) * (take(other, y) - take(own, y)))
+                for y in range(at + d // WIDTH * WIDTH, at + d):
+                    own[y] += acts[rho + s] * (other[y] - own[y])
+                at += d
 
 
 @njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
@@ -680,7 +672,7 @@ def train_elastic_rows(
         return
     paces = _paces(epochs * -(-count.max() // batch))
     need = _room(touched.max(), user.shape[1], batch, sizes, adapter.shape[1])
-    everything = np.arange(tables.shape[1])
+    everything = np.arange(tables.shape[1], dtype=np.int32)
     rooms = zeros(workers * need, user)
     for worker in prange(workers):
         room = rooms[worker * need : (worker + 1) * need]
@@ -722,14 +714,16 @@ def score_rows(
         if slot[c] >= 0:
             acts, seen, change = zeros(sizes.sum() * TILE, tables), zeros(adapter.shape[1], tables), zeros(TILE, tables)
             _see(adapter[who[c]], sizes, seen)
-            rho = row_of(acts, sizes.sum() - 1)
             for start in range(0, item.size, TILE):
-                some = item[start : start + TILE]
+                some, x = item[start : start + TILE], 0
                 _merge_weights_of(some, table, sent[slot[c]], seen, sizes, acts)
                 for s in range(0, some.size, WIDTH):
-                    put(change, s, mixed(spread(kind(0)), acts, d, d, s, p, 0, 1) - mixed(spread(kind(0)), acts, 0, d, s, p, 0, 1))
+                    theirs = mixed(spread(kind(0)), acts, x + d * WIDTH, d, p, 0, 1)
+                    theirs = theirs - mixed(spread(kind(0)), acts, x, d, p, 0, 1)
+                    x += sizes.sum() * WIDTH
+                    put(change, s, take(acts, x - WIDTH) * theirs)
                 for s in range(some.size):
-                    out[c, start + s] += rho[s] * change[s]
+                    out[c, start + s] += change[s]
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
@@ -817,7 +811,7 @@ def train_neumf(
     wide = user.shape[1]
     d = wide - half
     layers = sizes.sum()
-    top = layers - deep
+    by, top = layers * WIDTH, (layers - deep) * WIDTH
     longest = epochs * -(-max(count.max(), 1) // batch)
     rates, roots = np.empty(longest, user.dtype), np.empty(longest, user.dtype)
     for t in range(longest):
@@ -836,6 +830,7 @@ def train_neumf(
         mw, vw, gw = np.zeros(w.size, user.dtype), np.zeros(w.size, user.dtype), np.empty(w.size, user.dtype)
         mh, vh, gh = np.zeros(h.size, user.dtype), np.zeros(h.size, user.dtype), np.empty(h.size, user.dtype)
         gmf, acts, delta = zeros(d * TILE, user), zeros(layers * TILE, user), zeros(layers * TILE, user)
+        ones, spare = np.ones(WIDTH, user.dtype), zeros((TILE // WIDTH + 2) * SQUARE, user)
         small, gsmall = np.empty(w.size - hidden * half, user.dtype), np.empty(w.size - hidden * half, user.dtype)
         error, pos, neg = zeros(TILE, user), zeros(TILE, user), zeros(TILE, user)
         box = np.empty(2 * wide, user.dtype)
@@ -882,31 +877,36 @@ def train_neumf(
                         at = order[tile + s]
                         i = local[c, at]
                         pos[s], neg[s] = label[c, at], one - label[c, at]
+                        first, second = s // WIDTH * d * WIDTH + s % WIDTH, s // WIDTH * by + s % WIDTH
                         for j in range(d):
-                            gmf[j * TILE + s] = q[i, j]
+                            gmf[first + j * WIDTH] = q[i, j]
                         for j in range(half):
-                            acts[j * TILE + s] = q[i, d + j]
+                            acts[second + j * WIDTH] = q[i, d + j]
                     pos[b:], neg[b:] = zero, zero
-                    b = padded(b)
-                    forward(small, sizes, acts, b, False)
-                    for s in range(0, b, WIDTH):
-                        logit = mixed(mixed(spread(h[d + deep]), gmf, 0, d, s, both, 0, 1), acts, top, deep, s, h, d, 1)
+                    blocks = padded(b) // WIDTH
+                    forward(small, sizes, acts, blocks, 0, False)
+                    for k in range(blocks):
+                        x, s = k * by, k * WIDTH
+                        logit = mixed(mixed(spread(h[d + deep]), gmf, s * d, d, both, 0, 1), acts, x + top, deep, h, d, 1)
                         slope, value = _slope(logit, exp_minus(magnitude(logit)), take(pos, s), take(neg, s), share, one)
                         put(error, s, slope)
                         summed += across(value)
                         gh[d + deep] += across(slope)
+                        for o in range(half):
+                            put(delta, x + o * WIDTH, spread(zero))
                         for o in range(deep):
-                            at = (top + o) * TILE + s
+                            at = x + top + o * WIDTH
                             put(delta, at, pick(take(acts, at), zero, slope * h[d + o], spread(zero)))
-                    products(error, 0, 1, gmf, 0, d, sums, 0, b)
-                    products(error, 0, 1, acts, top, deep, gh, d, b)
-                    backward(small, sizes, acts, delta, gsmall, nothing, b, True, half)
-                    for s in range(min(b, stop - tile)):
+                    products(error, 0, WIDTH, 1, gmf, 0, d * WIDTH, d, sums, 0, blocks, spare)
+                    products(error, 0, WIDTH, 1, acts, top, by, deep, gh, d, blocks, spare)
+                    backward(small, sizes, acts, delta, nothing, blocks, half)
+                    gradient(sizes, acts, delta, gsmall, ones, blocks, spare)
+                    for s in range(b):
                         row, slope = gq[local[c, order[tile + s]]], error[s]
                         for j in range(d):
                             row[j] += slope * both[j]
                         for j in range(half):
-                            row[d + j] += delta[j * TILE + s]
+                            row[d + j] += delta[s // WIDTH * by + j * WIDTH + s % WIDTH]
                 for j in range(d):
                     gh[j] = p[j] * sums[j]
                     gp[j] = h[j] * sums[j]
@@ -969,19 +969,17 @@ def score_neumf(
         acts, gmf, logit = zeros(layers * TILE, base), zeros(d * TILE, base), zeros(TILE, base)
         for start in range(0, mine.size, TILE):
             some = mine[start : start + TILE]
-            n = padded(some.size)
-            for j in range(d):
-                x = row_of(gmf, j)
-                for s in range(some.size):
-                    x[s] = rows[j, some[s]]
-            for o in range(hidden):
-                x = row_of(acts, o)
-                for s in range(some.size):
-                    x[s] = max(base[c, o] + part[o, some[s]], zero)
-            forward(upper, sizes, acts, n, False)
-            for s in range(0, n, WIDTH):
-                gmf_part = mixed(spread(head[d + deep]), gmf, 0, d, s, both[c], 0, 1)
-                put(logit, s, mixed(gmf_part, acts, layers - deep, deep, s, head, d, 1))
+            blocks = padded(some.size) // WIDTH
+            for s in range(some.size):
+                first, second = s // WIDTH * d * WIDTH + s % WIDTH, s // WIDTH * layers * WIDTH + s % WIDTH
+                for j in range(d):
+                    gmf[first + j * WIDTH] = rows[j, some[s]]
+                for o in range(hidden):
+                    acts[second + o * WIDTH] = max(base[c, o] + part[o, some[s]], zero)
+            forward(upper, sizes, acts, blocks, 0, False)
+            for b in range(blocks):
+                gmf_part = mixed(spread(head[d + deep]), gmf, b * d * WIDTH, d, both[c], 0, 1)
+                put(logit, b * WIDTH, mixed(gmf_part, acts, ((b + 1) * layers - deep) * WIDTH, deep, head, d, 1))
             out[c, start : start + TILE] = logit[: some.size]
 
 

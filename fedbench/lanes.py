@@ -212,32 +212,34 @@ def prefetch(typing: Any, array: Any, at: Any) -> Any:
     return types.void(array, types.intp), generate
 
 
-def turner(gathers: bool, side: int) -> Any:
-    """A function that turns sixteen times sixteen numbers: from places of their own to places `by` apart, or (not gathers) the other way.
+def turner(listed: str, side: int) -> Any:
+    """A function that turns sixteen times sixteen numbers.
 
-    turn(source, here, out, there, by): number j of the lanes at source[here[i]] becomes number i of the lanes at out[there + j·by], or
-    number j of the lanes at source[here + i·by] number i of the lanes at out[there[j]], for all i and j. Unchecked.
-    In squares of `side` (16 or 8), each read, turned and written before the next.
+    turn(source, here, out, there): number j of the lanes at source[here + i·WIDTH] becomes number i of those at out[there + j·WIDTH], for
+    all i and j. Where they are those of listed rows of a table, of the `source` or the `out`, four numbers stand for a place: a list, where
+    its sixteen rows begin, how many numbers a row of the table has, and which of them is the first. Unchecked.
+    In squares of `side` (16 or 8), each read, turned and written before the next: source and out must not overlap.
     """
 
-    def turn(typing: Any, source: Any, here: Any, out: Any, there: Any, by: Any) -> Any:
-        index, align = ir.VectorType(ir.IntType(32), side), source.dtype.bitwidth // 8
+    def square(context: Any, builder: Any, signature: Any, values: Any, out: int) -> None:
+        whole = ir.IntType(64)
+        vector = ir.VectorType(context.get_value_type(signature.args[0].dtype), side)
+        index, align = ir.VectorType(ir.IntType(32), side), signature.args[0].dtype.bitwidth // 8
 
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            vector = ir.VectorType(context.get_value_type(source.dtype), side).as_pointer()
+        def place(array: int, i: int, first: int) -> Any:
+            if listed == ("out" if array else "source"):
+                row = _pointer(context, builder, signature, values, array + 1)
+                row = builder.sext(builder.load(builder.gep(row, [ir.Constant(whole, i)])), whole)
+                # an empty instruction hides what it is: else sixteen of them would be computed as lanes and taken apart again
+                row = builder.asm(ir.FunctionType(whole, [whole]), "", "=r,0", [row], False)
+                at = builder.add(builder.mul(row, values[array + 3]), values[array + 4])
+            else:
+                at = builder.add(values[array + 1], ir.Constant(whole, i * WIDTH))
+            data = context.make_array(signature.args[array])(context, builder, values[array]).data
+            return builder.bitcast(builder.gep(data, [builder.add(at, ir.Constant(whole, first))]), vector.as_pointer())
 
-            def data(array: int) -> Any:
-                return context.make_array(signature.args[array])(context, builder, values[array]).data
-
-            def place(array: int, i: int, first: int) -> Any:
-                number, on = ir.Constant(ir.IntType(64), i), ir.Constant(ir.IntType(64), first)
-                if (array == 0) == gathers:
-                    at = builder.load(builder.gep(data(array + 1), [number]))
-                else:
-                    at = builder.add(values[array + 1], builder.mul(number, values[4]))
-                return builder.bitcast(builder.gep(data(array), [builder.add(at, on)]), vector)
-
-            def square(top: int, left: int) -> None:
+        for top in range(0, WIDTH, side):
+            for left in range(0, WIDTH, side):
                 rows = [builder.load(place(0, top + i, left), align=align) for i in range(side)]
                 step = side // 2
                 while step:  # swap the blocks of this size that lie across the diagonal
@@ -250,22 +252,32 @@ def turner(gathers: bool, side: int) -> Any:
                             rows[i], rows[i + step] = (builder.shuffle_vector(low, high, pair) for pair in pairs)
                     step //= 2
                 for j in range(side):
-                    builder.store(rows[j], place(2, left + j, top), align=align)
+                    builder.store(rows[j], place(out, left + j, top), align=align)
 
-            for top in range(0, WIDTH, side):
-                for left in range(0, WIDTH, side):
-                    square(top, left)
+    def generator(out: int) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            square(context, builder, signature, values, out)
             return context.get_dummy_value()
 
-        wanted = (here, out, types.intp) if gathers else (types.intp, out, there)
-        return types.void(source, *wanted, types.intp), generate
+        return generate
 
-    return intrinsic(turn)
+    n = types.intp
+
+    def from_list(typing: Any, source: Any, row: Any, first: Any, size: Any, number: Any, out: Any, there: Any) -> Any:
+        return types.void(source, row, n, n, n, out, n), generator(5)
+
+    def to_list(typing: Any, source: Any, here: Any, out: Any, row: Any, first: Any, size: Any, number: Any) -> Any:
+        return types.void(source, n, out, row, n, n, n), generator(2)
+
+    def plain(typing: Any, source: Any, here: Any, out: Any, there: Any) -> Any:
+        return types.void(source, n, out, n), generator(2)
+
+    return intrinsic({"source": from_list, "out": to_list, "neither": plain}[listed])
 
 
 SIDE = WIDTH if has_avx512() else WIDTH // 2
 """as large as there are registers for: larger squares would be written to memory and read back half turned"""
-turn_in, turn_out = turner(True, SIDE), turner(False, SIDE)
+turn_in, turn_out, turn_square = (turner(listed, SIDE) for listed in ("source", "out", "neither"))
 
 
 def _fold(builder: Any, left: Any, right: Any, half: int) -> Any:
@@ -296,11 +308,26 @@ def _times(builder: Any, place: Any, left: Any, right: Any) -> None:
     builder.store(builder.fadd(builder.load(place), builder.fmul(left, right, flags=EXACT), flags=EXACT), place)
 
 
-def mixer(outs: int, blocks: int, keeps: str) -> Any:
-    """A function that fills `outs` rows, `blocks` lanes of each, with weighted sums of other rows. All its sums are in registers at once.
+def _addresses(context: Any, builder: Any, signature: Any, given: Any) -> tuple[Callable[..., Any], Callable[[int, Any], Any]]:
+    """For functions that unroll themselves: at(array, offsets...), where given[array][given[array + 1] + offsets...] lies, and times."""
 
-    mix(values, x, count, weights, w, by_out, by_in, begin, b, out, y, step, gate): the lanes at out[y + o·step + ...] become
-    begin[b + o] + sum over k < count of weights[w + o·by_out + k·by_in] · the lanes at values[x + k·step + ...]
+    def at(array: int, *offsets: Any) -> Any:
+        place = _pointer(context, builder, signature, given, array)
+        for offset in offsets:
+            place = builder.gep(place, [ir.Constant(ir.IntType(64), offset) if isinstance(offset, int) else offset])
+        return place
+
+    def times(number: int, factor: Any) -> Any:
+        return builder.mul(ir.Constant(ir.IntType(64), number), factor)
+
+    return at, times
+
+
+def mixer(outs: int, keeps: str, onto: bool = False) -> Any:
+    """A function that fills the lanes of `outs` features with weighted sums of others. All its sums are in registers at once.
+
+    mix(values, x, count, weights, w, by_out, by_in, begin, b, out, y, gate): the lanes at out[y + o·WIDTH] become begin[b + o] (onto: the
+    lanes at begin[b + o·WIDTH]) + sum over k < count of weights[w + o·by_out + k·by_in] · those at values[x + k·WIDTH]
     Of these sums it keeps all, the positive ones, or those where the same place of `gate` is positive (gated); the others become 0. To do
     so afterwards would cost more than the sums: of lanes that are read, picked from and written back the compiler makes masked writes.
     """
@@ -318,97 +345,114 @@ def mixer(outs: int, blocks: int, keeps: str) -> Any:
         b: Any,
         out: Any,
         y: Any,
-        step: Any,
         gate: Any,
     ) -> Any:
         whole, align = types.intp, values.dtype.bitwidth // 8
 
         def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
             vector = context.get_value_type(Lanes(values.dtype))
+            at, times = _addresses(context, builder, signature, given)
 
-            def at(array: int, *offsets: Any) -> Any:
-                place = _pointer(context, builder, signature, given, array)
-                for offset in offsets:
-                    place = builder.gep(place, [offset])
-                return place
+            def lanes(place: Any) -> Any:
+                return builder.bitcast(place, vector.as_pointer())
 
-            def lanes(place: Any, block: int) -> Any:
-                return builder.bitcast(builder.gep(place, [ir.Constant(ir.IntType(64), block * WIDTH)]), vector.as_pointer())
-
-            def times(number: int, factor: Any) -> Any:
-                return builder.mul(ir.Constant(ir.IntType(64), number), factor)
-
-            sums = [[cgutils.alloca_once(builder, vector) for _ in range(blocks)] for _ in range(outs)]
-            for o, row in enumerate(sums):
-                first = _filled(builder, builder.load(at(7, ir.Constant(ir.IntType(64), o))), vector)
-                for place in row:
-                    builder.store(first, place)
+            sums = [cgutils.alloca_once(builder, vector) for _ in range(outs)]
+            for o, place in enumerate(sums):
+                first = builder.load(lanes(at(7, o * WIDTH)), align=align) if onto else _filled(builder, builder.load(at(7, o)), vector)
+                builder.store(first, place)
+            stride = ir.Constant(ir.IntType(64), WIDTH)
             with cgutils.for_range(builder, given[2]) as loop:
-                source, weight = at(0, builder.mul(loop.index, given[11])), at(3, builder.mul(loop.index, given[6]))
-                cells = [builder.load(lanes(source, block), align=align) for block in range(blocks)]
-                for o, row in enumerate(sums):
-                    factor = _filled(builder, builder.load(builder.gep(weight, [times(o, given[5])])), vector)
-                    for place, cell in zip(row, cells, strict=True):
-                        _times(builder, place, factor, cell)
+                cell = builder.load(lanes(at(0, builder.mul(loop.index, stride))), align=align)
+                weight = at(3, builder.mul(loop.index, given[6]))
+                for o, place in enumerate(sums):
+                    _times(builder, place, _filled(builder, builder.load(builder.gep(weight, [times(o, given[5])])), vector), cell)
             nothing = ir.Constant(vector, [0.0] * WIDTH)
-            for o, row in enumerate(sums):
-                for block, place in enumerate(row):
-                    value = builder.load(place)
-                    if keeps == "positive":
-                        value = builder.select(builder.fcmp_ordered(">", nothing, value), nothing, value)
-                    elif keeps == "gated":
-                        gates = context.make_array(signature.args[12])(context, builder, given[12]).data
-                        opens = lanes(builder.gep(gates, [builder.add(given[10], times(o, given[11]))]), block)
-                        opens = builder.load(opens, align=align)
-                        value = builder.select(builder.fcmp_ordered(">", opens, nothing), value, nothing)
-                    builder.store(value, lanes(at(9, times(o, given[11])), block), align=align)
+            for o, place in enumerate(sums):
+                value = builder.load(place)
+                if keeps == "positive":
+                    value = builder.select(builder.fcmp_ordered(">", nothing, value), nothing, value)
+                elif keeps == "gated":
+                    gates = context.make_array(signature.args[11])(context, builder, given[11]).data
+                    place = builder.gep(gates, [builder.add(given[10], ir.Constant(ir.IntType(64), o * WIDTH))])
+                    opens = builder.load(lanes(place), align=align)
+                    value = builder.select(builder.fcmp_ordered(">", opens, nothing), value, nothing)
+                builder.store(value, lanes(at(9, o * WIDTH)), align=align)
             return context.get_dummy_value()
 
-        return types.void(values, whole, whole, weights, whole, whole, whole, begin, whole, out, whole, whole, gate), generate
+        return types.void(values, whole, whole, weights, whole, whole, whole, begin, whole, out, whole, gate), generate
 
     return intrinsic(mix)
 
 
 def multiplier(ups: int, others: int, wide: int) -> Any:
-    """A function that adds the products of `ups` rows with `others` (2, 4 or 8) to an array, all of them in registers at once.
+    """A function that adds the products of `ups` features with `others` (2, 4 or 8) to an array, all of them in registers at once.
 
-    multiply(up, x, acts, y, n, step, out, at, by): out[at + u·by + i] += the n numbers at up[x + u·step] · those at acts[y + i·step],
-    i < others; `wide` (16 or 8) numbers at a time
+    multiply(up, x, by_up, acts, y, by_acts, blocks, out, at, by): out[at + u·by + i] += sum over b < blocks of the lanes at
+    up[x + b·by_up + u·WIDTH] · those at acts[y + b·by_acts + i·WIDTH], i < others; `wide` (16 or 8) numbers at a time
     """
     halves = [half for half in (8, 4, 2, 1) if half < wide]
 
-    def multiply(typing: Any, up: Any, x: Any, acts: Any, y: Any, n: Any, step: Any, out: Any, at: Any, by: Any) -> Any:
+    def multiply(typing: Any, up: Any, x: Any, by_up: Any, acts: Any, y: Any, by_acts: Any, blocks: Any, out: Any, to: Any, by: Any) -> Any:
         whole, align = types.intp, up.dtype.bitwidth // 8
 
         def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
             vector = ir.VectorType(context.get_value_type(up.dtype), wide)
-
-            def row(array: int, number: int, where: Any) -> Any:
-                place = _pointer(context, builder, signature, given, array)
-                far = builder.mul(ir.Constant(ir.IntType(64), number), given[5])
-                return builder.load(builder.bitcast(builder.gep(builder.gep(place, [far]), [where]), vector.as_pointer()), align=align)
-
+            at, times = _addresses(context, builder, signature, given)
             sums = [[cgutils.alloca_once(builder, vector) for _ in range(others)] for _ in range(ups)]
             for place in sum(sums, []):
                 builder.store(ir.Constant(vector, None), place)
-            stride = ir.Constant(ir.IntType(64), wide)
-            with cgutils.for_range(builder, builder.udiv(given[4], stride)) as loop:
-                where = builder.mul(loop.index, stride)
-                left, right = [row(0, u, where) for u in range(ups)], [row(2, i, where) for i in range(others)]
-                for u in range(ups):
-                    for i in range(others):
-                        _times(builder, sums[u][i], left[u], right[i])
+            with cgutils.for_range(builder, given[6]) as loop:
+
+                def lanes(array: int, feature: int, first: int) -> Any:
+                    place = at(array, builder.mul(loop.index, given[array + 2]), feature * WIDTH + first)
+                    return builder.load(builder.bitcast(place, vector.as_pointer()), align=align)
+
+                for first in range(0, WIDTH, wide):
+                    left, right = [lanes(0, u, first) for u in range(ups)], [lanes(3, i, first) for i in range(others)]
+                    for u in range(ups):
+                        for i in range(others):
+                            _times(builder, sums[u][i], left[u], right[i])
             for u in range(ups):
                 values = [builder.load(place) for place in sums[u]]
                 for half in halves:
                     pairs = zip(values[::2], values[1::2], strict=True) if len(values) > 1 else [(values[0], values[0])]
                     values = [_fold(builder, *pair, half) for pair in pairs]
-                far = builder.mul(ir.Constant(ir.IntType(64), u), given[8])
-                place = builder.gep(_pointer(context, builder, signature, given, 6), [far])
-                place = builder.bitcast(place, values[0].type.as_pointer())
+                place = builder.bitcast(at(7, times(u, given[9])), values[0].type.as_pointer())
                 builder.store(builder.fadd(builder.load(place, align=align), values[0], flags=EXACT), place, align=align)
             return context.get_dummy_value()
 
-        return types.void(up, whole, acts, whole, whole, whole, out, whole, whole), generate
+        return types.void(up, whole, whole, acts, whole, whole, whole, out, whole, whole), generate
 
     return intrinsic(multiply)
+
+
+def outer(many: int) -> Any:
+    """A function that multiplies `many` features with WIDTH others that lie turned, all sums in registers at once, none over lanes.
+
+    fill(turned, t, values, x, by, blocks, out, y): the lanes at out[y + i·WIDTH] become the sum over b < blocks and s < WIDTH of
+    values[x + b·by + i·WIDTH + s] · the lanes at turned[t + (b·WIDTH + s)·WIDTH], i < many
+    """
+
+    def fill(typing: Any, turned: Any, t: Any, values: Any, x: Any, by: Any, blocks: Any, out: Any, y: Any) -> Any:
+        whole, align = types.intp, values.dtype.bitwidth // 8
+
+        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            vector = context.get_value_type(Lanes(values.dtype))
+            at, _ = _addresses(context, builder, signature, given)
+            sums = [cgutils.alloca_once(builder, vector) for _ in range(many)]
+            for place in sums:
+                builder.store(ir.Constant(vector, None), place)
+            with cgutils.for_range(builder, given[5]) as loop:
+                block = builder.mul(loop.index, ir.Constant(ir.IntType(64), WIDTH * WIDTH))
+                for s in range(WIDTH):
+                    lanes = builder.load(builder.bitcast(at(0, block, s * WIDTH), vector.as_pointer()), align=align)
+                    for i, place in enumerate(sums):
+                        factor = builder.load(at(2, builder.mul(loop.index, given[4]), i * WIDTH + s))
+                        _times(builder, place, _filled(builder, factor, vector), lanes)
+            for i, place in enumerate(sums):
+                builder.store(builder.load(place), builder.bitcast(at(6, i * WIDTH), vector.as_pointer()), align=align)
+            return context.get_dummy_value()
+
+        return types.void(turned, whole, values, whole, whole, whole, out, whole), generate
+
+    return intrinsic(fill)

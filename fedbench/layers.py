@@ -1,6 +1,6 @@
 """Parts of kernels: rows that lie side by side, weighted sums and products of them, and small networks over them.
 
-A network's numbers are kept feature by feature: row f of an array of rows of TILE numbers holds feature f of up to TILE samples.
+Rows lie in blocks of WIDTH, side by side: a block has one feature of its rows after another, a Lanes each. So do a network's numbers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from fedbench.lanes import (
     magnitude,
     mixer,
     multiplier,
+    outer,
     pick,
     prefetch,
     put,
@@ -26,6 +27,7 @@ from fedbench.lanes import (
     take,
     turn_in,
     turn_out,
+    turn_square,
 )
 
 FAST = {"reassoc", "contract", "nsz"}
@@ -35,10 +37,12 @@ sums stores nothing into other arrays."""
 DIVIDE: Final = "numpy"
 """no check for a zero divisor: it would keep every loop that divides from being vectorised"""
 TILE = 128
-"""rows whose layers are computed at once, a feature's numbers side by side"""
-OUTS, BLOCKS, UPS, OTHERS, WIDE = (8, 2, 2, 8, 16) if has_avx512() else (4, 1, 1, 8, 8)
-"""sums that are made at a time, OUTS by BLOCKS in mixing and UPS by OTHERS, of WIDE lanes each, in products: as many as registers hold"""
-multiply_one, multiply_many = multiplier(1, OTHERS, WIDE), multiplier(UPS, OTHERS, WIDE)
+"""rows that are merged or scored at once: what is computed of them stays in the cache"""
+OUTS, UPS, OTHERS, WIDE = (8, 2, 8, 16) if has_avx512() else (4, 1, 8, 8)
+"""sums that are made at a time, OUTS in mixing and UPS by OTHERS, of WIDE lanes each, in products: as many as registers hold"""
+multiply_one, multiply_many, fill = multiplier(1, OTHERS, WIDE), multiplier(UPS, OTHERS, WIDE), outer(OUTS)
+SQUARE = WIDTH * WIDTH
+"""numbers that are turned at once"""
 
 
 @njit(inline="always")
@@ -61,149 +65,183 @@ def part(room: np.ndarray, at: int, n: int) -> tuple[np.ndarray, int]:
     return room[at : at + n], at + padded(n)
 
 
-@njit(fastmath=FAST, error_model=DIVIDE)
-def mixed(begin: float, values: np.ndarray, source: int, count: int, s: int, weights: np.ndarray, at: int, by: int) -> float:
-    """begin + sum over k < count of weights[at + k·by] · the lanes at s of row source + k of `values`; rows of TILE numbers."""
+@njit(forceinline=True, fastmath=FAST, error_model=DIVIDE)
+def mixed(begin: float, values: np.ndarray, x: int, count: int, weights: np.ndarray, at: int, by: int) -> float:
+    """begin + sum over k < count of weights[at + k·by] · the lanes at values[x + k·WIDTH]."""
     for k in range(count):
-        begin = begin + repeat(weights, at + k * by) * take(values, (source + k) * TILE + s)
+        begin = begin + repeat(weights, at + k * by) * take(values, x + k * WIDTH)
     return begin
 
 
-def mixer_of_rows(keeps: str) -> Any:
-    """A function that fills rows with weighted sums of other rows, of which it keeps `all`, those over 0 (`positive`), or those where the
-    same place of another array is over 0 (`gated`), the rest being 0.
+def mixer_of_blocks(keeps: str, onto: bool = False) -> Any:
+    """A function that fills features with weighted sums of others, block by block. Of the sums it keeps `all`, those over 0 (`positive`),
+    or those where the same place of another array is over 0 (`gated`), the rest being 0.
 
-    Row target + o of `out` = begin[o] + sum over k of weights[at + o·by_out + k·by_in] · row source + k of `values`, n numbers of each.
-    OUTS rows of BLOCKS lanes at a time: their sums stay in registers, and what is read serves all of them.
+    Feature o < outs at y of `out` = begin[b + o] (onto: that feature at b of `begin`) + sum over k < count of
+    weights[at + o·by_out + k·by_in] · feature k at x of `values`; the next block is by_x, by_y and by_b further on.
+    OUTS features at a time: their sums stay in registers, and what is read serves all of them.
     """
-    one, some, many = mixer(1, 1, keeps), mixer(OUTS, 1, keeps), mixer(OUTS, BLOCKS, keeps)
+    one, some = mixer(1, keeps, onto), mixer(OUTS, keeps, onto)
+    step = WIDTH if onto else 1
 
-    @njit(fastmath=FAST, error_model=DIVIDE)
+    @njit(forceinline=True, fastmath=FAST, error_model=DIVIDE)
     def mix(
         values: np.ndarray,
-        source: int,
+        x: int,
+        by_x: int,
         count: int,
         out: np.ndarray,
-        target: int,
+        y: int,
+        by_y: int,
+        outs: int,
         begin: np.ndarray,
+        b: int,
+        by_b: int,
         weights: np.ndarray,
         at: int,
         by_out: int,
         by_in: int,
-        n: int,
+        blocks: int,
         gate: np.ndarray,
     ) -> None:
-        s = 0
-        while s < n:
-            fits = s + BLOCKS * WIDTH <= n
-            wide = BLOCKS * WIDTH if fits else WIDTH
-            x, y = source * TILE + s, target * TILE + s
-            for o in range(0, begin.size - OUTS + 1, OUTS):
-                if fits:
-                    many(values, x, count, weights, at + o * by_out, by_out, by_in, begin, o, out, y + o * TILE, TILE, gate)
-                else:
-                    some(values, x, count, weights, at + o * by_out, by_out, by_in, begin, o, out, y + o * TILE, TILE, gate)
-            for o in range(begin.size // OUTS * OUTS, begin.size):
-                for b in range(0, wide, WIDTH):
-                    one(values, x + b, count, weights, at + o * by_out, by_out, by_in, begin, o, out, y + o * TILE + b, TILE, gate)
-            s += wide
+        for _ in range(blocks):
+            for o in range(0, outs - OUTS + 1, OUTS):
+                some(values, x, count, weights, at + o * by_out, by_out, by_in, begin, b + o * step, out, y + o * WIDTH, gate)
+            for o in range(outs // OUTS * OUTS, outs):
+                one(values, x, count, weights, at + o * by_out, by_out, by_in, begin, b + o * step, out, y + o * WIDTH, gate)
+            x, y, b = x + by_x, y + by_y, b + by_b
 
     return mix
 
 
-mix_rows, mix_positive, mix_gated = map(mixer_of_rows, ("all", "positive", "gated"))
+mix_all, mix_positive, mix_gated = map(mixer_of_blocks, ("all", "positive", "gated"))
+mix_onto, mix_onto_positive = mixer_of_blocks("all", True), mixer_of_blocks("positive", True)
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
-def products(up: np.ndarray, row: int, ups: int, acts: np.ndarray, source: int, count: int, out: np.ndarray, at: int, n: int) -> None:
-    """out[at + u·count + i] += row row + u of up · row source + i of acts, for u < ups, i < count; rows of TILE numbers, n of each used."""
+def _products_over_lanes(
+    up: np.ndarray,
+    x: int,
+    by_x: int,
+    ups: int,
+    acts: np.ndarray,
+    y: int,
+    by_y: int,
+    count: int,
+    out: np.ndarray,
+    at: int,
+    by: int,
+    blocks: int,
+) -> None:
+    """As `products`, to out[at + u·by + i], by sums over lanes."""
     u = 0
     while u < ups:
         fits = u + UPS <= ups
         here = UPS if fits else 1
-        x, to = (row + u) * TILE, at + u * count
         for i in range(0, count - OTHERS + 1, OTHERS):
             if fits:
-                multiply_many(up, x, acts, (source + i) * TILE, n, TILE, out, to + i, count)
+                multiply_many(up, x + u * WIDTH, by_x, acts, y + i * WIDTH, by_y, blocks, out, at + u * by + i, by)
             else:
-                multiply_one(up, x, acts, (source + i) * TILE, n, TILE, out, to + i, count)
-        for v in range(here):
+                multiply_one(up, x + u * WIDTH, by_x, acts, y + i * WIDTH, by_y, blocks, out, at + u * by + i, by)
+        for v in range(u, u + here):
             for i in range(count // OTHERS * OTHERS, count):
                 a = spread(out.dtype.type(0))
-                for s in range(0, n, WIDTH):
-                    a = a + take(up, x + v * TILE + s) * take(acts, (source + i) * TILE + s)
-                out[to + v * count + i] += across(a)
+                for b in range(blocks):
+                    a = a + take(up, x + b * by_x + v * WIDTH) * take(acts, y + b * by_y + i * WIDTH)
+                out[at + v * by + i] += across(a)
         u += here
 
 
-@njit(inline="always")
-def row_of(acts: np.ndarray, i: int) -> np.ndarray:
-    """Row i of rows of TILE numbers."""
-    return acts[i * TILE : (i + 1) * TILE]
-
-
 @njit(fastmath=FAST, error_model=DIVIDE)
-def forward(weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, n: int, squash: bool) -> None:
-    """acts [sum(sizes)·TILE], a row a feature: fill every layer after the input; ReLU inside, sigmoid (squash) or ReLU at the end."""
+def products(
+    up: np.ndarray,
+    x: int,
+    by_x: int,
+    ups: int,
+    acts: np.ndarray,
+    y: int,
+    by_y: int,
+    count: int,
+    out: np.ndarray,
+    at: int,
+    blocks: int,
+    spare: np.ndarray,
+) -> None:
+    """out[at + u·count + i] += feature u at x of `up` · feature i at y of `acts`, over all rows, for u < ups, i < count.
+
+    The next block of `up` is by_x, that of `acts` by_y further on. Sixteen by sixteen products are made with those of `up` turned, which
+    needs no sums over lanes. spare: room for blocks + 2 squares, not used for fewer than sixteen of `up`
+    """
+    whole = count // WIDTH * WIDTH
+    u = 0
+    while whole and u + WIDTH <= ups:
+        for b in range(blocks):
+            turn_square(up, x + b * by_x + u * WIDTH, spare, (2 + b) * SQUARE)
+        for i in range(0, whole, WIDTH):
+            for k in range(0, WIDTH, OUTS):
+                fill(spare, 2 * SQUARE, acts, y + (i + k) * WIDTH, by_y, blocks, spare, k * WIDTH)
+            turn_square(spare, 0, spare, SQUARE)
+            for v in range(WIDTH):
+                to = at + (u + v) * count + i
+                put(out, to, take(out, to) + take(spare, SQUARE + v * WIDTH))
+        _products_over_lanes(up, x + u * WIDTH, by_x, WIDTH, acts, y + whole * WIDTH, by_y, count - whole, out, at + u * count + whole,
+                             count, blocks)  # fmt: skip
+        u += WIDTH
+    _products_over_lanes(up, x + u * WIDTH, by_x, ups - u, acts, y, by_y, count, out, at + u * count, count, blocks)
+
+
+@njit(forceinline=True, fastmath=FAST, error_model=DIVIDE)
+def forward(weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, blocks: int, first: int, squash: bool) -> None:
+    """acts [blocks, sum(sizes), WIDTH]: fill the layers from 1 + `first` on; ReLU inside, sigmoid (squash) or ReLU at the end."""
     one, zero = weights.dtype.type(1), weights.dtype.type(0)
-    source, at = 0, 0
+    source, at, by = 0, 0, sizes.sum() * WIDTH
     for layer in range(sizes.size - 1):
         fan_in, fan_out = sizes[layer], sizes[layer + 1]
-        target = source + fan_in
-        bias = at + fan_in * fan_out
-        end = bias + fan_out
+        target, bias = source + fan_in * WIDTH, at + fan_in * fan_out
         if squash and layer == sizes.size - 2:
-            mix_rows(acts, source, fan_in, acts, target, weights[bias:end], weights, at, fan_in, 1, n, acts)
-            for o in range(target, target + fan_out):
-                for y in range(o * TILE, o * TILE + n, WIDTH):
-                    x = take(acts, y)
-                    tail = exp_minus(magnitude(x))
-                    put(acts, y, pick(x, zero, spread(one), tail) / (one + tail))
-        else:
-            mix_positive(acts, source, fan_in, acts, target, weights[bias:end], weights, at, fan_in, 1, n, acts)
-        source = target
-        at = end
+            mix_all(acts, source, by, fan_in, acts, target, by, fan_out, weights, bias, 0, weights, at, fan_in, 1, blocks, acts)
+            for b in range(blocks):
+                for o in range(target + b * by, target + b * by + fan_out * WIDTH, WIDTH):
+                    value = take(acts, o)
+                    tail = exp_minus(magnitude(value))
+                    put(acts, o, pick(value, zero, spread(one), tail) / (one + tail))
+        elif layer >= first:
+            mix_positive(acts, source, by, fan_in, acts, target, by, fan_out, weights, bias, 0, weights, at, fan_in, 1, blocks, acts)
+        source, at = target, bias + fan_out
 
 
-@njit(fastmath=FAST, error_model=DIVIDE)
+@njit(forceinline=True, fastmath=FAST, error_model=DIVIDE)
 def backward(
-    weights: np.ndarray,
-    sizes: np.ndarray,
-    acts: np.ndarray,
-    delta: np.ndarray,
-    grad: np.ndarray,
-    nothing: np.ndarray,
-    n: int,
-    of_weights: bool,
-    of_inputs: int,
+    weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, delta: np.ndarray, nothing: np.ndarray, blocks: int, of_inputs: int
 ) -> None:
-    """delta ends with the slopes of the last layer; add to `grad` (of the weights) and fill the first rows of `delta` (of so many inputs).
+    """delta [blocks, sum(sizes), WIDTH] ends with the slopes of the last layer; fill those before it and add to those of so many inputs.
 
     nothing: zeros, as many as the widest layer has features
     """
-    zero = weights.dtype.type(0)
-    target, end = 0, 0
-    for layer in range(sizes.size - 1):
-        target += sizes[layer]
-        end += sizes[layer] * sizes[layer + 1] + sizes[layer + 1]
+    by = sizes.sum() * WIDTH
+    target, end = by - sizes[-1] * WIDTH, weights.size
     for layer in range(sizes.size - 2, -1, -1):
         fan_in, fan_out = sizes[layer], sizes[layer + 1]
-        source = target - fan_in
-        bias = end - fan_out
-        at = bias - fan_in * fan_out
-        if of_weights:
-            products(delta, target, fan_out, acts, source, fan_in, grad, at, n)
-            for o in range(fan_out):
-                slopes = spread(zero)
-                for s in range(0, n, WIDTH):
-                    slopes = slopes + take(delta, (target + o) * TILE + s)
-                grad[bias + o] += across(slopes)
+        source, at = target - fan_in * WIDTH, end - (fan_in + 1) * fan_out
         if layer > 0:
-            mix_gated(delta, target, fan_out, delta, source, nothing[:fan_in], weights, at, 1, fan_in, n, acts)
+            mix_gated(delta, target, by, fan_out, delta, source, by, fan_in, nothing, 0, 0, weights, at, 1, fan_in, blocks, acts)
         else:
-            mix_rows(delta, target, fan_out, delta, source, nothing[:of_inputs], weights, at, 1, fan_in, n, acts)
-        target = source
-        end = at
+            mix_onto(delta, target, by, fan_out, delta, 0, by, of_inputs, delta, 0, by, weights, at, 1, fan_in, blocks, acts)
+        target, end = source, at
+
+
+@njit(forceinline=True, fastmath=FAST, error_model=DIVIDE)
+def gradient(
+    sizes: np.ndarray, acts: np.ndarray, delta: np.ndarray, grad: np.ndarray, ones: np.ndarray, blocks: int, spare: np.ndarray
+) -> None:
+    """Add the slopes of a network's weights to `grad`. ones: WIDTH of them; spare: see products"""
+    by, source, at = sizes.sum() * WIDTH, 0, 0
+    for layer in range(sizes.size - 1):
+        fan_in, fan_out = sizes[layer], sizes[layer + 1]
+        target, bias = source + fan_in * WIDTH, at + fan_in * fan_out
+        products(delta, target, by, fan_out, acts, source, by, fan_in, grad, at, blocks, spare)
+        products(ones, 0, 0, 1, delta, target, by, fan_out, grad, bias, blocks, spare)
+        source, at = target, bias + fan_out
 
 
 @njit(inline="always")
@@ -214,53 +252,49 @@ def fetch(table: np.ndarray, row: np.ndarray) -> None:
     for i in range(row.size):
         for j in range(0, d, WIDTH):
             prefetch(flat, row[i] * d + j)
-        prefetch(flat, row[i] * d + d - 1)
-
-
-@njit(inline="always")
-def _places(row: np.ndarray, first: int, by: int, places: np.ndarray) -> None:
-    """Where the WIDTH rows from row[first] on begin, in a table of rows of `by` numbers; after the last row that again."""
-    if first + WIDTH <= row.size:
-        for k in range(WIDTH):
-            places[k] = np.int64(row[first + k]) * by
-    else:
-        for k in range(WIDTH):
-            places[k] = np.int64(row[min(first + k, row.size - 1)]) * by
+        if d % WIDTH:  # the row may end in one more cache line
+            prefetch(flat, row[i] * d + d - 1)
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
-def take_rows(table: np.ndarray, row: np.ndarray, out: np.ndarray, start: int, by_block: int, by: int) -> None:
-    """`out` takes these rows of a table, WIDTH side by side: a block of them every by_block numbers, a row's next number `by` further on.
+def take_rows(table: np.ndarray, row: np.ndarray, out: np.ndarray, start: int, by: int) -> None:
+    """`out` takes these rows of a table, WIDTH side by side, from `start` on, a block every `by` numbers.
 
     The last block is filled up with the last row.
     """
-    n, d, flat = row.size, table.shape[1], table.reshape(-1)
-    here = np.empty(WIDTH, np.int64)
-    for first in range(0, n, WIDTH):
-        _places(row, first, d, here)
-        for j in range(0, d - WIDTH + 1, WIDTH):
-            turn_in(flat, here, out, start + j * by, by)
-            here += WIDTH
-        for j in range(d // WIDTH * WIDTH, d):
-            for k in range(WIDTH):
-                out[start + j * by + k] = flat[here[k] + j % WIDTH]
-        start += by_block
+    d, flat, whole = table.shape[1], table.reshape(-1), row.size // WIDTH * WIDTH
+    for first in range(0, whole, WIDTH):
+        _take_block(flat, d, row, first, out, start)
+        start += by
+    if whole < row.size:
+        few = np.empty(WIDTH, row.dtype)
+        for k in range(WIDTH):
+            few[k] = row[min(whole + k, row.size - 1)]
+        _take_block(flat, d, few, 0, out, start)
+
+
+@njit(forceinline=True, fastmath=FAST, error_model=DIVIDE)
+def _take_block(flat: np.ndarray, d: int, row: np.ndarray, first: int, out: np.ndarray, start: int) -> None:
+    """The WIDTH rows from row[first] on, of a table of rows of d numbers."""
+    for j in range(0, d - WIDTH + 1, WIDTH):
+        turn_in(flat, row, first, d, j, out, start + j * WIDTH)
+    for j in range(d // WIDTH * WIDTH, d):
+        for k in range(WIDTH):
+            out[start + j * WIDTH + k] = flat[row[first + k] * d + j]
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)
-def give_rows(rows: np.ndarray, row: np.ndarray, table: np.ndarray) -> None:
-    """Rows that lie WIDTH side by side go to these places in a table."""
-    d, flat = table.shape[1], table.reshape(-1)
-    there = np.empty(WIDTH, np.int64)
+def give_rows(rows: np.ndarray, by: int, row: np.ndarray, table: np.ndarray) -> None:
+    """Rows that lie WIDTH side by side, a block every `by` numbers, go to these places in a table."""
+    d, flat, start = table.shape[1], table.reshape(-1), 0
     for first in range(0, row.size, WIDTH):
-        _places(row, first, d, there)
         whole = d // WIDTH * WIDTH if first + WIDTH <= row.size else 0
         for j in range(0, whole, WIDTH):
-            turn_out(rows, first * d + j * WIDTH, flat, there, WIDTH)
-            there += WIDTH
+            turn_out(rows, start + j * WIDTH, flat, row, first, d, j)
         for j in range(whole, d):
             for k in range(min(WIDTH, row.size - first)):
-                flat[there[k] + j - whole] = rows[first * d + j * WIDTH + k]
+                flat[row[first + k] * d + j] = rows[start + j * WIDTH + k]
+        start += by
 
 
 @njit(fastmath=FAST, error_model=DIVIDE)

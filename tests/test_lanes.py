@@ -16,6 +16,7 @@ from fedbench.lanes import (
     magnitude,
     mixer,
     multiplier,
+    outer,
     pick,
     put,
     repeat,
@@ -25,7 +26,21 @@ from fedbench.lanes import (
     turner,
     whole,
 )
-from fedbench.layers import TILE, copy, give_rows, mix_gated, mix_positive, mix_rows, padded, part, products, take_rows, zeros
+from fedbench.layers import (
+    SQUARE,
+    copy,
+    give_rows,
+    mix_all,
+    mix_gated,
+    mix_onto,
+    mix_onto_positive,
+    mix_positive,
+    padded,
+    part,
+    products,
+    take_rows,
+    zeros,
+)
 
 KINDS = pytest.mark.parametrize("kind", [np.float32, np.float64])
 
@@ -99,25 +114,33 @@ def test_roots_of_all_sizes(kind: type) -> None:
 
 
 @KINDS
+@pytest.mark.parametrize("index", [np.int32, np.int64])
 @pytest.mark.parametrize("side", [WIDTH, WIDTH // 2], ids=["AVX-512", "others"])
-def test_turn(side: int, kind: type) -> None:
-    turn_in, turn_out = turner(True, side), turner(False, side)
+def test_turn(side: int, index: type, kind: type) -> None:
+    turn_in, turn_out, turn_square = (turner(listed, side) for listed in ("source", "out", "neither"))
 
     @njit
-    def turned(source: np.ndarray, here: np.ndarray, out: np.ndarray, to: int, by: int) -> None:
-        turn_in(source, here, out, to, by)
+    def turned(table: np.ndarray, row: np.ndarray, first: int, number: int, out: np.ndarray, to: int) -> None:
+        turn_in(table.reshape(-1), row, first, table.shape[1], number, out, to)
 
     @njit
-    def turned_back(source: np.ndarray, at: int, out: np.ndarray, there: np.ndarray, by: int) -> None:
-        turn_out(source, at, out, there, by)
+    def turned_back(source: np.ndarray, at: int, table: np.ndarray, row: np.ndarray, first: int, number: int) -> None:
+        turn_out(source, at, table.reshape(-1), row, first, table.shape[1], number)
 
-    source, out, back = numbers(kind, 40, WIDTH), np.zeros((WIDTH, 50), kind), np.zeros((40, WIDTH), kind)
-    rows = np.random.default_rng(1).permutation(40)[:WIDTH]
-    turned(source.reshape(-1), rows * WIDTH, out.reshape(-1), 7, 50)
-    assert (out[:, 7 : 7 + WIDTH] == source[rows].T).all()
-    assert not out[:, :7].any() and not out[:, 7 + WIDTH :].any()
-    turned_back(out.reshape(-1), 7, back.reshape(-1), rows * WIDTH, 50)
-    assert (back[rows] == source[rows]).all() and not np.delete(back, rows, axis=0).any()
+    @njit
+    def square(source: np.ndarray, at: int, out: np.ndarray, to: int) -> None:
+        turn_square(source, at, out, to)
+
+    table, out, back, again = numbers(kind, 40, 21), np.zeros(300, kind), np.zeros((40, 21), kind), np.zeros(300, kind)
+    row = np.random.default_rng(1).permutation(40)[: 3 + WIDTH].astype(index)
+    turned(table, row, 3, 5, out, 7)
+    assert (out[7 : 7 + WIDTH * WIDTH].reshape(WIDTH, WIDTH) == table[row[3:], 5:].T).all()
+    assert not out[:7].any() and not out[7 + WIDTH * WIDTH :].any()
+    turned_back(out, 7, back, row, 3, 5)
+    assert (back[row[3:], 5:] == table[row[3:], 5:]).all() and not back[:, :5].any()
+    assert not np.delete(back, row[3:], axis=0).any()
+    square(out, 7, again, 9)
+    assert (again[9 : 9 + WIDTH * WIDTH] == table[row[3:], 5:].reshape(-1)).all() and not again[9 + WIDTH * WIDTH :].any()
 
 
 @njit
@@ -139,8 +162,9 @@ def test_parts_of_a_room(n: int, kind: type) -> None:
 
 @njit
 def there_and_back(table: np.ndarray, row: np.ndarray, block: np.ndarray, other: np.ndarray) -> None:
-    take_rows(table, row, block, 0, table.shape[1] * WIDTH, WIDTH)
-    give_rows(block, row, other)
+    by = (table.shape[1] + 2) * WIDTH  # two features more in a block, which stay as they are
+    take_rows(table, row, block, WIDTH, by)
+    give_rows(block[WIDTH:], by, row, other)
 
 
 @KINDS
@@ -148,75 +172,100 @@ def there_and_back(table: np.ndarray, row: np.ndarray, block: np.ndarray, other:
 @pytest.mark.parametrize("n", [1, 15, 16, 40])
 def test_rows_side_by_side_and_back(d: int, n: int, kind: type) -> None:
     table, row = numbers(kind, 60, d), np.random.default_rng(n).permutation(60)[:n].astype(np.int32)
-    block, other = np.zeros(padded(n) * d, kind), np.zeros_like(table)
+    block, other = np.zeros(padded(n) * (d + 2), kind), np.zeros_like(table)
     there_and_back(table, row, block, other)
-    beside = block.reshape(-1, d, WIDTH).transpose(0, 2, 1).reshape(-1, d)
+    block = block.reshape(-1, d + 2, WIDTH)
+    assert not block[:, 0].any() and not block[:, -1].any()
+    beside = block[:, 1:-1].transpose(0, 2, 1).reshape(-1, d)
     assert (beside[:n] == table[row]).all() and (beside[n:] == table[row[-1]]).all()
     assert (other[row] == table[row]).all() and not np.delete(other, row, axis=0).any()
 
 
+def side_by_side(rows: np.ndarray) -> np.ndarray:
+    """[features, n] -> [n / WIDTH, features, WIDTH]"""
+    return rows.reshape(len(rows), -1, WIDTH).transpose(1, 0, 2).copy()
+
+
+def apart(blocks: np.ndarray) -> np.ndarray:
+    """The other way."""
+    return blocks.transpose(1, 0, 2).reshape(blocks.shape[1], -1)
+
+
 @njit
-def layer(values: np.ndarray, weights: np.ndarray, begin: np.ndarray, n: int, out: np.ndarray, grad: np.ndarray) -> None:
-    outs, ins = begin.size, weights.size // begin.size
-    mix_rows(values, 0, ins, out, 1, begin, weights, 0, ins, 1, n, out)
-    products(out, 1, outs, values, 0, ins, grad, 0, n)
+def layer(values: np.ndarray, weights: np.ndarray, begin: np.ndarray, out: np.ndarray, grad: np.ndarray, spare: np.ndarray) -> None:
+    blocks, ins, _ = values.shape
+    outs, by, to = begin.size, ins * WIDTH, out.shape[1] * WIDTH
+    x, y = values.reshape(-1), out.reshape(-1)
+    mix_all(x, 0, by, ins, y, WIDTH, to, outs, begin, 0, 0, weights, 0, ins, 1, blocks, y)
+    products(y, WIDTH, to, outs, x, 0, by, ins, grad, 0, blocks, spare)
 
 
 @KINDS
-@pytest.mark.parametrize("outs", [1, 3, 8, 17])
-@pytest.mark.parametrize("ins", [1, 7, 8, 20])
-@pytest.mark.parametrize("n", [WIDTH, 3 * WIDTH, TILE])
-def test_weighted_sums_and_products(n: int, ins: int, outs: int, kind: type) -> None:
-    values, weights, begin = numbers(kind, ins, TILE), numbers(kind, outs, ins, seed=1), numbers(kind, outs, seed=2)
-    out, grad = np.zeros((outs + 1, TILE), kind), np.ones(outs * ins, kind)
-    layer(values.reshape(-1), weights.reshape(-1), begin, n, out.reshape(-1), grad)
-    wanted = begin[:, None] + weights @ values[:, :n]
-    close = {"rtol": 0, "atol": 200 * np.finfo(kind).eps}
-    np.testing.assert_allclose(out[1:, :n], wanted, **close)
-    assert not out[0].any() and not out[:, n:].any()
-    np.testing.assert_allclose(grad.reshape(outs, ins), 1 + wanted @ values[:, :n].T, rtol=0, atol=2000 * np.finfo(kind).eps)
+@pytest.mark.parametrize("outs", [1, 3, 8, 17, 32])
+@pytest.mark.parametrize("ins", [1, 7, 8, 20, 32])
+@pytest.mark.parametrize("blocks", [1, 3, 8])
+def test_weighted_sums_and_products(blocks: int, ins: int, outs: int, kind: type) -> None:
+    n = blocks * WIDTH
+    values, weights, begin = numbers(kind, ins, n), numbers(kind, outs, ins, seed=1), numbers(kind, outs, seed=2)
+    out, grad, spare = np.zeros((blocks, outs + 2, WIDTH), kind), np.ones(outs * ins + 1, kind), np.zeros((blocks + 2) * SQUARE, kind)
+    layer(side_by_side(values), weights.reshape(-1), begin, out, grad, spare)
+    wanted = begin[:, None] + weights @ values
+    np.testing.assert_allclose(apart(out)[1:-1], wanted, rtol=0, atol=300 * np.finfo(kind).eps)
+    assert not out[:, 0].any() and not out[:, -1].any() and grad[-1] == 1
+    np.testing.assert_allclose(grad[:-1].reshape(outs, ins), 1 + wanted @ values.T, rtol=0, atol=5000 * np.finfo(kind).eps)
 
 
 @njit
-def kept(values: np.ndarray, weights: np.ndarray, begin: np.ndarray, n: int, positive: np.ndarray, gated: np.ndarray) -> None:
-    ins = weights.size // begin.size
-    mix_positive(values, 0, ins, positive, 0, begin, weights, 0, ins, 1, n, values)
-    mix_gated(values, 0, ins, gated, 0, begin, weights, 0, ins, 1, n, values)
+def kept(values: np.ndarray, weights: np.ndarray, begin: np.ndarray, base: np.ndarray, out: np.ndarray) -> None:
+    blocks, ins, _ = values.shape
+    outs, by = begin.size, ins * WIDTH
+    x = values.reshape(-1)
+    mix_positive(x, 0, by, ins, out[0], 0, by, outs, begin, 0, 0, weights, 0, ins, 1, blocks, x)
+    mix_gated(x, 0, by, ins, out[1], 0, by, outs, begin, 0, 0, weights, 0, ins, 1, blocks, x)
+    mix_onto(x, 0, by, ins, out[2], 0, by, outs, base, 0, by, weights, 0, ins, 1, blocks, x)
+    mix_onto_positive(x, 0, by, ins, out[3], 0, by, outs, base, 0, by, weights, 0, ins, 1, blocks, x)
 
 
 @KINDS
 @pytest.mark.parametrize("outs", [1, 7, 16])
 def test_sums_that_are_kept(outs: int, kind: type) -> None:
-    values, weights, begin = numbers(kind, 16, TILE), numbers(kind, outs, 16, seed=1), numbers(kind, outs, seed=2)
-    begin[-1] = np.nan
-    positive, gated = np.ones((outs, TILE), kind), np.ones((outs, TILE), kind)
-    kept(values.reshape(-1), weights.reshape(-1), begin, 48, positive.reshape(-1), gated.reshape(-1))
-    wanted = (begin[:, None] + weights @ values)[:, :48]
+    values, weights, begin = numbers(kind, 16, 3 * WIDTH), numbers(kind, outs, 16, seed=1), numbers(kind, outs, seed=2)
+    base = numbers(kind, 16, 3 * WIDTH, seed=3)
+    begin[-1] = base[outs - 1, 0] = np.nan
+    out = np.ones((4, 3, 16, WIDTH), kind)
+    kept(side_by_side(values), weights.reshape(-1), begin, side_by_side(base).reshape(-1), out.reshape(4, -1))
+    sums = weights @ values
+    wanted, onto = begin[:, None] + sums, base[:outs] + sums
+    positive, gated, all_onto, positive_onto = (apart(one) for one in out)
     close = {"rtol": 0, "atol": 200 * np.finfo(kind).eps}
-    np.testing.assert_allclose(positive[:, :48], np.where(wanted < 0, 0, wanted), **close)  # what is not a number is seen
-    np.testing.assert_allclose(gated[:, :48], np.where(values[:outs, :48] > 0, wanted, 0), **close)
-    assert (positive[:, 48:] == 1).all() and (gated[:, 48:] == 1).all()
+    np.testing.assert_allclose(positive[:outs], np.where(wanted < 0, 0, wanted), **close)  # what is not a number is seen
+    np.testing.assert_allclose(gated[:outs], np.where(values[:outs] > 0, wanted, 0), **close)
+    np.testing.assert_allclose(all_onto[:outs], onto, **close)
+    np.testing.assert_allclose(positive_onto[:outs], np.where(onto < 0, 0, onto), **close)
+    assert (out[:, :, outs:] == 1).all()
 
 
 @KINDS
-@pytest.mark.parametrize(("outs", "blocks", "ups", "wide"), [(8, 2, 2, 16), (4, 1, 1, 8)], ids=["AVX-512", "others"])
-def test_sums_at_a_time_of_either_kind_of_machine(outs: int, blocks: int, ups: int, wide: int, kind: type) -> None:
-    others = 8
-    mix, multiply = mixer(outs, blocks, "all"), multiplier(ups, others, wide)
+@pytest.mark.parametrize(("outs", "ups", "wide"), [(8, 2, 16), (4, 1, 8)], ids=["AVX-512", "others"])
+def test_sums_at_a_time_of_either_kind_of_machine(outs: int, ups: int, wide: int, kind: type) -> None:
+    others, blocks = 8, 3
+    mix, multiply, fill = mixer(outs, "all"), multiplier(ups, others, wide), outer(outs)
 
     @njit
-    def run(values: np.ndarray, weights: np.ndarray, begin: np.ndarray, out: np.ndarray, grad: np.ndarray) -> None:
-        mix(values, 0, 5, weights, 0, 5, 1, begin, 0, out, 0, TILE, out)
-        multiply(out, 0, values, 0, WIDTH, TILE, grad, 0, others)
+    def run(values: np.ndarray, weights: np.ndarray, begin: np.ndarray, out: np.ndarray, grad: np.ndarray, square: np.ndarray) -> None:
+        by = others * WIDTH
+        for b in range(blocks):
+            mix(values, b * by, 5, weights, 0, 5, 1, begin, 0, out, b * outs * WIDTH, out)
+        multiply(out, 0, outs * WIDTH, values, 0, by, blocks, grad, 0, others)
+        fill(weights, 0, values, 0, by, blocks, square, 0)
 
-    values, weights, begin = numbers(kind, 8, TILE), numbers(kind, outs, 5, seed=1), numbers(kind, outs, seed=2)
-    out, grad = np.zeros((outs, TILE), kind), np.ones((ups, others), kind)
-    run(values.reshape(-1), weights.reshape(-1), begin, out.reshape(-1), grad.reshape(-1))
-    end = blocks * WIDTH
-    np.testing.assert_allclose(out[:, :end], begin[:, None] + weights @ values[:5, :end], rtol=0, atol=100 * np.finfo(kind).eps)
-    assert not out[:, end:].any()
-    wanted = 1 + out[:ups, :WIDTH] @ values[:others, :WIDTH].T
-    np.testing.assert_allclose(grad, wanted, rtol=0, atol=1000 * np.finfo(kind).eps)
+    values, weights, begin = numbers(kind, 8, blocks * WIDTH), numbers(kind, blocks * WIDTH, WIDTH, seed=1), numbers(kind, outs, seed=2)
+    out, grad, square = np.zeros((blocks, outs, WIDTH), kind), np.ones((ups, others), kind), np.zeros((outs, WIDTH), kind)
+    run(side_by_side(values).reshape(-1), weights.reshape(-1), begin, out.reshape(-1), grad.reshape(-1), square.reshape(-1))
+    wanted = begin[:, None] + weights.reshape(-1)[: outs * 5].reshape(outs, 5) @ values[:5]
+    np.testing.assert_allclose(apart(out), wanted, rtol=0, atol=100 * np.finfo(kind).eps)
+    np.testing.assert_allclose(grad, 1 + wanted[:ups] @ values.T, rtol=0, atol=1000 * np.finfo(kind).eps)
+    np.testing.assert_allclose(square, values[:outs] @ weights, rtol=0, atol=1000 * np.finfo(kind).eps)
 
 
 @njit
