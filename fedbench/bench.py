@@ -205,7 +205,7 @@ def measure(run: config.RunConfig, loop_clients: int | None = None, state_mb: fl
     federation = Federation.start(algorithm, split, run.seed, device, dtype, **engine)
     rounds = several_rounds(federation, clock)
     parts = min(rounds, key=lambda parts: sum(parts[name] for name in WHOLE))
-    peak = peak_rss_mb()
+    peak = max(base, peak_rss_mb())  # the kernel counts pages roughly: of two readings the later can be a little lower
     samples = federation.samples(federation.round + 1)
     figures: Figures = {
         "algo": run.algo,
