@@ -8,20 +8,20 @@ here instead of the generic path. Both do the same arithmetic; tests hold them t
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import get_num_threads, njit, prange
+from numba import get_num_threads, njit
 
 from fedbench.elementary import exp_minus, log_one_plus
 from fedbench.lanes import WIDTH, across, magnitude, pick, prefetch, put, repeat, spread, square_root, take
 from fedbench.layers import (
-    DIVIDE,
-    FAST,
     SQUARE,
     TILE,
     backward,
+    compiled,
     copy,
     fetch,
     forward,
@@ -45,6 +45,8 @@ TINY = {4: 1e-17, 8: 1e-150}
 compute with; next to EPSILON it is below rounding"""
 FORGET = (160, 360)
 """for float32, float64: steps without a gradient after which what is left of Adam's first moment is below rounding"""
+PARTS = 4
+"""portions of the clients that a thread takes one after another: who is through sooner takes more of them"""
 Moving = tuple[np.ndarray, np.ndarray, np.ndarray]
 """numbers and their two moments in Adam"""
 
@@ -139,7 +141,7 @@ def _rates(step: int, lr: float) -> tuple[float, float]:
     return lr * (1 - BETA1) / (1 - BETA1**step), math.sqrt((1 - BETA2) / (1 - BETA2**step))
 
 
-@njit(inline="always", fastmath=FAST, error_model=DIVIDE)
+@compiled(inline="always")
 def _moments(first: np.ndarray, second: np.ndarray, at: int, g: float, scale: float, tiny: float) -> tuple[float, float]:
     """Adam's moments of the lanes at `at` after a gradient; returns the first and what to divide it by. scale: see _rates"""
     kind = first.dtype.type
@@ -150,7 +152,7 @@ def _moments(first: np.ndarray, second: np.ndarray, at: int, g: float, scale: fl
     return m, square_root(v) * scale + kind(EPSILON)
 
 
-@njit(inline="always", fastmath=FAST, error_model=DIVIDE)
+@compiled(inline="always")
 def _adamw(
     param: np.ndarray,
     grad: np.ndarray,
@@ -184,21 +186,21 @@ def _adamw(
         param[i] = decay * param[i] - rate * first[i] / (np.sqrt(second[i]) * scale + eps)
 
 
-@njit(inline="always", fastmath=FAST, error_model=DIVIDE)
+@compiled(inline="always")
 def _adam(param: np.ndarray, grad: np.ndarray, first: np.ndarray, second: np.ndarray, rates: tuple[float, float], tiny: float) -> None:
     """One Adam step over flat arrays, in place."""
     one = param.dtype.type(1)
     _adamw(param, grad, first, second, rates, one, one, tiny)
 
 
-@njit(inline="always", fastmath=FAST, error_model=DIVIDE)
+@compiled(inline="always")
 def _settled(total: float, seen: int, before: float, tolerance: float, epoch: int) -> tuple[float, bool]:
     """Running mean loss, and whether it hardly changed since the epoch before."""
     mean = total / seen
     return mean, epoch > 0 and abs(mean - before) / abs(before + 1e-5) < tolerance
 
 
-@njit(inline="always", fastmath=FAST, error_model=DIVIDE)
+@compiled(inline="always")
 def _slope(x: float, tail: float, pos: float, neg: float, share: float, one: float) -> tuple[float, float]:
     """A logit with pos samples of label 1 and neg of label 0: share times the slope of their cross-entropy, and that. Numbers or Lanes.
 
@@ -211,7 +213,7 @@ def _slope(x: float, tail: float, pos: float, neg: float, share: float, one: flo
     return error, magnitude(x) * pick(x, zero, neg, pos) + (pos + neg) * log_one_plus(tail)
 
 
-@njit(fastmath=FAST, error_model=DIVIDE)
+@compiled()
 def _slopes(logit: np.ndarray, pos: np.ndarray, neg: np.ndarray, n: int, share: float, error: np.ndarray) -> float:
     """_slope of n logits; returns the sum of cross-entropies."""
     kind = logit.dtype.type
@@ -222,7 +224,7 @@ def _slopes(logit: np.ndarray, pos: np.ndarray, neg: np.ndarray, n: int, share: 
     return summed
 
 
-@njit(forceinline=True, fastmath=FAST, error_model=DIVIDE)
+@compiled(forceinline=True)
 def _dot_step(
     rows: Moving,
     person: Moving,
@@ -274,7 +276,7 @@ def _dot_step(
     return across(loss)
 
 
-@njit(inline="always", fastmath=FAST, error_model=DIVIDE)
+@compiled(inline="always")
 def _less(x: np.ndarray, at: int, by: int, n: int, out: np.ndarray) -> None:
     """out[at + i] = x[at + i] - x[by + i] for i < n."""
     for i in range(0, n - WIDTH + 1, WIDTH):
@@ -283,7 +285,7 @@ def _less(x: np.ndarray, at: int, by: int, n: int, out: np.ndarray) -> None:
         out[at + i] = x[at + i] - x[by + i]
 
 
-@njit(fastmath=FAST, error_model=DIVIDE)
+@compiled()
 def _see(w: np.ndarray, sizes: np.ndarray, seen: np.ndarray) -> None:
     """Numbers of a network that gives for [own, sent] what w gives for [own, sent - own]: no row has to be subtracted from another."""
     d = sizes[0] // 2
@@ -292,7 +294,7 @@ def _see(w: np.ndarray, sizes: np.ndarray, seen: np.ndarray) -> None:
         _less(w, at, at + d, d, seen)
 
 
-@njit(forceinline=True, fastmath=FAST, error_model=DIVIDE)
+@compiled(forceinline=True)
 def _elastic_step(
     acts: np.ndarray,
     delta: np.ndarray,
@@ -359,7 +361,7 @@ def _elastic_step(
     return across(loss)
 
 
-@njit(fastmath=FAST, error_model=DIVIDE)
+@compiled()
 def _codes(local: np.ndarray, label: np.ndarray, half: int) -> np.ndarray:
     """Where each sample is counted: at its row, those of label 0 in the second half."""
     codes = np.empty(local.size, np.int32)
@@ -368,7 +370,7 @@ def _codes(local: np.ndarray, label: np.ndarray, half: int) -> np.ndarray:
     return codes
 
 
-@njit(fastmath=FAST, error_model=DIVIDE)
+@compiled()
 def _count(codes: np.ndarray, counts: np.ndarray) -> None:
     """How many samples of label 1, and then how many of label 0, each row has in a batch."""
     counts[:] = 0
@@ -385,7 +387,7 @@ def _room(t: int, d: int, batch: int, sizes: np.ndarray, adapter: int) -> int:
     return max(of_client + of_batch, features * TILE + padded(adapter))
 
 
-@njit(fastmath=FAST, error_model=DIVIDE)
+@compiled()
 def _train_dot(
     key: np.uint64,
     local: np.ndarray,
@@ -430,7 +432,8 @@ def _train_dot(
     step, summed, seen, mean = 0, 0.0, 0, 0.0
     for epoch in range(epochs):
         if n > batch:
-            order[:] = codes
+            for s in range(n):
+                order[s] = codes[s]
             permute(order, key, epoch, batch)
         for start in range(0, n, batch):
             stop = min(start + batch, n)
@@ -454,7 +457,7 @@ def _train_dot(
     return mean, step
 
 
-@njit(fastmath=FAST, error_model=DIVIDE)
+@compiled()
 def _train_elastic(
     key: np.uint64,
     local: np.ndarray,
@@ -518,7 +521,8 @@ def _train_elastic(
     step, summed, seen, mean, blocks = 0, 0.0, 0, 0.0, width // WIDTH
     for epoch in range(epochs):
         if cut:
-            order[:] = codes
+            for s in range(n):
+                order[s] = codes[s]
             permute(order, key, epoch, batch)
         for start in range(0, n, batch):
             stop, k = min(start + batch, n), 0
@@ -558,7 +562,7 @@ def _train_elastic(
     return mean, step
 
 
-@njit(fastmath=FAST, error_model=DIVIDE)
+@compiled()
 def _merge_weights_of(item: np.ndarray, table: np.ndarray, sent: np.ndarray, seen: np.ndarray, sizes: np.ndarray, acts: np.ndarray) -> None:
     """Fill acts with [own, sent] of these items, TILE of them at most, and all layers; blocks of it end with rho."""
     take_rows(table, item, acts, 0, sizes.sum() * WIDTH)
@@ -566,7 +570,7 @@ def _merge_weights_of(item: np.ndarray, table: np.ndarray, sent: np.ndarray, see
     forward(seen, sizes, acts, padded(item.size) // WIDTH, 0, True)
 
 
-@njit(fastmath=FAST, error_model=DIVIDE)
+@compiled()
 def _merge(table: np.ndarray, sent: np.ndarray, everything: np.ndarray, w: np.ndarray, sizes: np.ndarray, room: np.ndarray) -> None:
     """Every row of a client's table moves towards the same of `sent`, as far as its adapter w says."""
     d, by = table.shape[1], sizes.sum() * WIDTH
@@ -589,8 +593,10 @@ def _merge(table: np.ndarray, sent: np.ndarray, everything: np.ndarray, w: np.nd
                 at += d
 
 
-@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
+@compiled(nogil=True, cache=True)
 def train_rows(
+    low: int,
+    high: int,
     stream: np.ndarray,
     begin: np.ndarray,
     count: np.ndarray,
@@ -609,34 +615,31 @@ def train_rows(
     tolerance: float,
     tiny: float,
     change: np.ndarray,
-    workers: int,
     loss: np.ndarray,
     steps: np.ndarray,
 ) -> None:
-    """Local training of n clients whose samples and touched rows lie one client after another from begin[c] and row_begin[c] on.
+    """Local training of clients from low up to high: their samples and touched rows lie one after another from begin[c], row_begin[c] on.
 
     Client c trains the rows of tables[place[c]] and user[who[c]]. Tables are trained in place, or `change` [R, d] takes how each touched
     row changed and they stay as they are.
     """
-    if who.size == 0:
-        return
-    d, paces = user.shape[1], _paces(epochs * -(-count.max() // batch))
-    need = (3 * d + 4) * padded(touched.max()) + 3 * padded(d)
-    rooms = zeros(workers * need, user)  # here, not in the loop: who uses them is not counted there, which would take a tenth of the time
-    for worker in prange(workers):
-        room = rooms[worker * need : (worker + 1) * need]
-        for c in range(worker * who.size // workers, (worker + 1) * who.size // workers):
-            mine, rows = slice(begin[c], begin[c] + count[c]), slice(row_begin[c], row_begin[c] + touched[c])
-            later = min(c + 1, who.size - 1)
-            theirs = row[row_begin[later] : row_begin[later] + touched[later]]
-            if count[c]:
-                loss[c], steps[c] = _train_dot(
-                    stream[c], local[mine], label[mine], row[rows], tables[place[c]], user[who[c]], epochs, batch, lr, paces, tolerance,
-                    tiny, change[rows] if len(change) else change, room, tables[place[later]], theirs)  # fmt: skip
+    d, paces = user.shape[1], _paces(epochs * -(-count[low:high].max() // batch))
+    need = (3 * d + 4) * padded(touched[low:high].max()) + 3 * padded(d)
+    room = zeros(need, user)
+    for c in range(low, high):
+        mine, rows = slice(begin[c], begin[c] + count[c]), slice(row_begin[c], row_begin[c] + touched[c])
+        later = min(c + 1, high - 1)
+        theirs = row[row_begin[later] : row_begin[later] + touched[later]]
+        if count[c]:
+            loss[c], steps[c] = _train_dot(
+                stream[c], local[mine], label[mine], row[rows], tables[place[c]], user[who[c]], epochs, batch, lr, paces, tolerance,
+                tiny, change[rows] if len(change) else change, room, tables[place[later]], theirs)  # fmt: skip
 
 
-@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
+@compiled(nogil=True, cache=True)
 def train_elastic_rows(
+    low: int,
+    high: int,
     stream: np.ndarray,
     begin: np.ndarray,
     count: np.ndarray,
@@ -660,7 +663,6 @@ def train_elastic_rows(
     tolerance: float,
     tiny: float,
     merges: bool,
-    workers: int,
     loss: np.ndarray,
     steps: np.ndarray,
 ) -> None:
@@ -668,26 +670,24 @@ def train_elastic_rows(
 
     If a client `merges`, all rows of its table are merged with those of sent[slot[c]] before: so they are in the cache for its training.
     """
-    if who.size == 0:
-        return
-    paces = _paces(epochs * -(-count.max() // batch))
-    need = _room(touched.max(), user.shape[1], batch, sizes, adapter.shape[1])
+    paces = _paces(epochs * -(-count[low:high].max() // batch))
+    need = _room(touched[low:high].max(), user.shape[1], batch, sizes, adapter.shape[1])
     everything = np.arange(tables.shape[1], dtype=np.int32)
-    rooms = zeros(workers * need, user)
-    for worker in prange(workers):
-        room = rooms[worker * need : (worker + 1) * need]
-        for c in range(worker * who.size // workers, (worker + 1) * who.size // workers):
-            mine, rows = slice(begin[c], begin[c] + count[c]), slice(row_begin[c], row_begin[c] + touched[c])
-            if merges:
-                _merge(tables[place[c]], sent[slot[c]], everything, adapter[who[c]], sizes, room)
-            if count[c]:
-                loss[c], steps[c] = _train_elastic(
-                    stream[c], local[mine], label[mine], row[rows], tables[place[c]], user[who[c]], sent[slot[c]], adapter[who[c]], sizes,
-                    epochs, batch, lr, lr_adapter, paces, tolerance, tiny, room)  # fmt: skip
+    room = zeros(need, user)
+    for c in range(low, high):
+        mine, rows = slice(begin[c], begin[c] + count[c]), slice(row_begin[c], row_begin[c] + touched[c])
+        if merges:
+            _merge(tables[place[c]], sent[slot[c]], everything, adapter[who[c]], sizes, room)
+        if count[c]:
+            loss[c], steps[c] = _train_elastic(
+                stream[c], local[mine], label[mine], row[rows], tables[place[c]], user[who[c]], sent[slot[c]], adapter[who[c]], sizes,
+                epochs, batch, lr, lr_adapter, paces, tolerance, tiny, room)  # fmt: skip
 
 
-@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
+@compiled(nogil=True, cache=True)
 def score_rows(
+    low: int,
+    high: int,
     tables: np.ndarray,
     place: np.ndarray,
     user: np.ndarray,
@@ -702,7 +702,7 @@ def score_rows(
     """out [C, K]: user[who[c]] · the rows items[c] (or items[0] for all) of tables[place[c]], merged with sent[slot[c]] if that is >= 0."""
     kind = tables.dtype.type
     d = user.shape[1]
-    for c in prange(who.size):
+    for c in range(low, high):
         table, p, item = tables[place[c]], user[who[c]], items[c % len(items)]
         if len(items) > 1:
             fetch(table, item)
@@ -726,7 +726,7 @@ def score_rows(
                     out[c, start + s] += change[s]
 
 
-@njit(fastmath=FAST, error_model=DIVIDE)
+@compiled()
 def _catch_up(
     param: np.ndarray,
     first: np.ndarray,
@@ -777,8 +777,10 @@ def _catch_up(
         second[i] *= second_left
 
 
-@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
+@compiled(nogil=True, cache=True)
 def train_neumf(
+    low: int,
+    high: int,
     stream: np.ndarray,
     local: np.ndarray,
     label: np.ndarray,
@@ -812,14 +814,14 @@ def train_neumf(
     d = wide - half
     layers = sizes.sum()
     by, top = layers * WIDTH, (layers - deep) * WIDTH
-    longest = epochs * -(-max(count.max(), 1) // batch)
+    longest = epochs * -(-max(count[low:high].max(), 1) // batch)
     rates, roots = np.empty(longest, user.dtype), np.empty(longest, user.dtype)
     for t in range(longest):
         rates[t], roots[t] = _rates(t + 1, lr)
     fade = np.empty((3, longest + 1), user.dtype)
     for t in range(longest + 1):
         fade[0, t], fade[1, t], fade[2, t] = BETA1**t, BETA2 ** (t / 2), (1 - lr * weight_decay) ** t
-    for c in prange(count.size):
+    for c in range(low, high):
         n, t = count[c], touched[c]
         if n == 0:
             continue
@@ -945,8 +947,10 @@ def train_neumf(
         steps[c] = step
 
 
-@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
+@compiled(nogil=True, cache=True)
 def score_neumf(
+    low: int,
+    high: int,
     base: np.ndarray,
     both: np.ndarray,
     part: np.ndarray,
@@ -964,7 +968,7 @@ def score_neumf(
     """
     zero = base.dtype.type(0)
     d, hidden, deep, layers = rows.shape[0], sizes[0], sizes[-1], sizes.sum()
-    for c in prange(len(out)):
+    for c in range(low, high):
         mine = items[c % len(items)]
         acts, gmf, logit = zeros(layers * TILE, base), zeros(d * TILE, base), zeros(TILE, base)
         for start in range(0, mine.size, TILE):
@@ -983,7 +987,7 @@ def score_neumf(
             out[c, start : start + TILE] = logit[: some.size]
 
 
-@njit(inline="always", fastmath=FAST, error_model=DIVIDE)
+@compiled(inline="always")
 def _rating(user: np.ndarray, item: np.ndarray, mean: float) -> float:
     d = user.size - 1
     rating = mean + user[d] + item[d]
@@ -992,8 +996,10 @@ def _rating(user: np.ndarray, item: np.ndarray, mean: float) -> float:
     return rating
 
 
-@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
+@compiled(nogil=True, cache=True)
 def train_biased(
+    low: int,
+    high: int,
     stream: np.ndarray,
     local: np.ndarray,
     label: np.ndarray,
@@ -1019,7 +1025,7 @@ def train_biased(
     d = user.shape[1] - 1
     kind = user.dtype.type
     shrink, half = kind(penalty), kind(0.5)
-    for c in prange(count.size):
+    for c in range(low, high):
         n = count[c]
         if n == 0:
             continue
@@ -1068,8 +1074,10 @@ def train_biased(
         steps[c] = step
 
 
-@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
+@compiled(nogil=True, cache=True)
 def train_biased_bce(
+    low: int,
+    high: int,
     stream: np.ndarray,
     local: np.ndarray,
     label: np.ndarray,
@@ -1088,7 +1096,7 @@ def train_biased_bce(
 ) -> None:
     """The same for BiasedBCE: samples may share a row, and every step moves all rows, as Adam's moments do."""
     d = user.shape[1] - 1
-    for c in prange(count.size):
+    for c in range(low, high):
         n, used = count[c], touched[c] * (d + 1)
         if n == 0:
             continue
@@ -1128,7 +1136,7 @@ def train_biased_bce(
         steps[c] = step
 
 
-@njit(nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
+@compiled(nogil=True, cache=True)
 def train_pool(
     user: np.ndarray,
     item: np.ndarray,
@@ -1206,6 +1214,23 @@ class Clients:
         return self.tables, self.place, self.user, self.who, self.tables, np.full(len(self.who), -1), self.user, np.zeros(0, np.int64)
 
 
+def share_out(kernel: Any, clients: int, *arguments: Any) -> None:
+    """kernel(low, high, *arguments) for parts of so many clients, on as many threads as numba is told to use.
+
+    Not by numba's own parallel loops: those have what they call compiled three times over, which took 20 s for FedEM's training.
+    """
+    threads = min(get_num_threads(), clients)
+    if threads < 2:
+        if clients:
+            kernel(0, clients, *arguments)
+        return
+    parts = min(PARTS * threads, clients)
+    with ThreadPoolExecutor(threads) as pool:
+        done = [pool.submit(kernel, i * clients // parts, (i + 1) * clients // parts, *arguments) for i in range(parts)]
+    for one in done:
+        one.result()
+
+
 def train_in_place(
     plan: DotBCE,
     samples: tuple[np.ndarray, ...],
@@ -1223,22 +1248,20 @@ def train_in_place(
     """
     user = clients.user
     loss, steps = np.zeros(len(clients.who)), np.zeros(len(clients.who), np.int64)
-    tiny, workers = user.dtype.type(TINY[user.itemsize]), get_num_threads()
+    tiny = user.dtype.type(TINY[user.itemsize])
     if isinstance(plan, ElasticBCE):
-        elastic: Any = train_elastic_rows
-        elastic(*samples, *clients.of(plan), epochs, batch, plan.lr, plan.lr_adapter, tolerance, tiny, merges, workers, loss, steps)
+        how = epochs, batch, plan.lr, plan.lr_adapter, tolerance, tiny, merges
+        share_out(train_elastic_rows, len(loss), *samples, *clients.of(plan), *how, loss, steps)
     else:
-        plain: Any = train_rows
         room = np.empty((0, user.shape[1]), user.dtype) if change is None else change
-        plain(*samples, *clients.of(plan)[:4], epochs, batch, plan.lr, tolerance, tiny, room, workers, loss, steps)
+        share_out(train_rows, len(loss), *samples, *clients.of(plan)[:4], epochs, batch, plan.lr, tolerance, tiny, room, loss, steps)
     return loss, steps
 
 
 def score(plan: DotBCE, clients: Clients, items: np.ndarray) -> np.ndarray:
     """[C, K] or [1, K] items -> [C, K] the clients' scores for them."""
     out = np.empty((len(clients.who), items.shape[1]), clients.user.dtype)
-    kernel: Any = score_rows
-    kernel(*clients.of(plan), items, out)
+    share_out(score_rows, len(out), *clients.of(plan), items, out)
     return out
 
 
@@ -1251,9 +1274,8 @@ def score_layers(plan: NeuMFBCE, model: dict[str, np.ndarray], items: np.ndarray
     of_user, of_item = np.split(first.reshape(hidden, 2 * half), 2, axis=1)
     base, part = user[:, d:] @ of_user.T + bias, np.ascontiguousarray(of_item @ table[:, d:].T)
     out = np.empty((len(user), items.shape[1]), user.dtype)
-    kernel: Any = score_neumf
     rows, sizes = np.ascontiguousarray(table[:, :d].T), np.array(plan.layers[1:])
-    kernel(base, user[:, :d] * head[:d], part, rows, items, sizes, upper, head, out)
+    share_out(score_neumf, len(out), base, user[:, :d] * head[:d], part, rows, items, sizes, upper, head, out)
     return out
 
 
@@ -1288,19 +1310,17 @@ def train(
         return train_in_place(plan, layout, Clients(rows, everyone, user, everyone, *merged), epochs, batch, tolerance)
     loss, steps = np.zeros(len(user)), np.zeros(len(user), np.int64)
     if isinstance(plan, BiasedMSE):
-        biased: Any = train_biased
         given = held[plan.mean], held[plan.before], sent[plan.items], sent[plan.mean], sent[plan.rate]
-        biased(*samples, user, rows, *given, epochs, batch, plan.lr, plan.penalty, plan.summed, tolerance, loss, steps)
+        how = epochs, batch, plan.lr, plan.penalty, plan.summed, tolerance
+        share_out(train_biased, len(loss), *samples, user, rows, *given, *how, loss, steps)
         return loss, steps
     tiny = user.dtype.type(TINY[user.itemsize])
     if isinstance(plan, BiasedBCE):
-        ranking: Any = train_biased_bce
-        ranking(*samples, user, rows, held[plan.mean], epochs, batch, plan.lr, tolerance, tiny, loss, steps)
+        share_out(train_biased_bce, len(loss), *samples, user, rows, held[plan.mean], epochs, batch, plan.lr, tolerance, tiny, loss, steps)
         return loss, steps
-    kernel: Any = train_neumf
     sizes = np.array((plan.layers[0] // 2, *plan.layers[1:]))
-    kernel(*samples, user, rows, held[plan.mlp], held[plan.head], sizes, epochs, batch, plan.lr, plan.weight_decay, plan.clip,
-           tolerance, tiny, loss, steps)  # fmt: skip
+    dense = epochs, batch, plan.lr, plan.weight_decay, plan.clip, tolerance, tiny
+    share_out(train_neumf, len(loss), *samples, user, rows, held[plan.mlp], held[plan.head], sizes, *dense, loss, steps)
     if plan.kept in held:
         held[plan.kept] *= (1 - plan.lr * plan.weight_decay) ** steps
     return loss, steps

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
+from numba import njit, types
 
 from fedbench.elementary import exp_minus
 from fedbench.lanes import (
@@ -36,6 +36,27 @@ divide less exactly than scalar ones, and which of them run can depend on where 
 sums stores nothing into other arrays."""
 DIVIDE: Final = "numpy"
 """no check for a zero divisor: it would keep every loop that divides from being vectorised"""
+
+
+def compiled(**options: Any) -> Any:
+    """numba's njit for kernels and their parts, as above, and compiled for types alone.
+
+    By itself numba compiles a function once more for every other constant that another compiled function gives it.
+    """
+
+    def decorate(function: Any) -> Any:
+        made = njit(fastmath=FAST, error_model=DIVIDE, **options)(function)
+        general = made.get_call_template
+
+        def for_types(given: Any, named: Any) -> Any:
+            return general(tuple(map(types.unliteral, given)), {name: types.unliteral(kind) for name, kind in named.items()})
+
+        made.get_call_template = for_types
+        return made
+
+    return decorate
+
+
 TILE = 128
 """rows that are merged or scored at once: what is computed of them stays in the cache"""
 OUTS, UPS, OTHERS, WIDE = (8, 2, 8, 16) if has_avx512() else (4, 1, 8, 8)
@@ -65,7 +86,7 @@ def part(room: np.ndarray, at: int, n: int) -> tuple[np.ndarray, int]:
     return room[at : at + n], at + padded(n)
 
 
-@njit(forceinline=True, fastmath=FAST, error_model=DIVIDE)
+@compiled(forceinline=True)
 def mixed(begin: float, values: np.ndarray, x: int, count: int, weights: np.ndarray, at: int, by: int) -> float:
     """begin + sum over k < count of weights[at + k·by] · the lanes at values[x + k·WIDTH]."""
     for k in range(count):
@@ -84,7 +105,7 @@ def mixer_of_blocks(keeps: str, onto: bool = False) -> Any:
     one, some = mixer(1, keeps, onto), mixer(OUTS, keeps, onto)
     step = WIDTH if onto else 1
 
-    @njit(forceinline=True, fastmath=FAST, error_model=DIVIDE)
+    @compiled(forceinline=True)
     def mix(
         values: np.ndarray,
         x: int,
@@ -118,7 +139,7 @@ mix_all, mix_positive, mix_gated = map(mixer_of_blocks, ("all", "positive", "gat
 mix_onto, mix_onto_positive = mixer_of_blocks("all", True), mixer_of_blocks("positive", True)
 
 
-@njit(fastmath=FAST, error_model=DIVIDE)
+@compiled()
 def _products_over_lanes(
     up: np.ndarray,
     x: int,
@@ -152,7 +173,7 @@ def _products_over_lanes(
         u += here
 
 
-@njit(fastmath=FAST, error_model=DIVIDE)
+@compiled()
 def products(
     up: np.ndarray,
     x: int,
@@ -190,7 +211,7 @@ def products(
     _products_over_lanes(up, x + u * WIDTH, by_x, ups - u, acts, y, by_y, count, out, at + u * count, count, blocks)
 
 
-@njit(forceinline=True, fastmath=FAST, error_model=DIVIDE)
+@compiled(forceinline=True)
 def forward(weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, blocks: int, first: int, squash: bool) -> None:
     """acts [blocks, sum(sizes), WIDTH]: fill the layers from 1 + `first` on; ReLU inside, sigmoid (squash) or ReLU at the end."""
     one, zero = weights.dtype.type(1), weights.dtype.type(0)
@@ -210,7 +231,7 @@ def forward(weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, blocks: in
         source, at = target, bias + fan_out
 
 
-@njit(forceinline=True, fastmath=FAST, error_model=DIVIDE)
+@compiled(forceinline=True)
 def backward(
     weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, delta: np.ndarray, nothing: np.ndarray, blocks: int, of_inputs: int
 ) -> None:
@@ -230,7 +251,7 @@ def backward(
         target, end = source, at
 
 
-@njit(forceinline=True, fastmath=FAST, error_model=DIVIDE)
+@compiled(forceinline=True)
 def gradient(
     sizes: np.ndarray, acts: np.ndarray, delta: np.ndarray, grad: np.ndarray, ones: np.ndarray, blocks: int, spare: np.ndarray
 ) -> None:
@@ -256,7 +277,7 @@ def fetch(table: np.ndarray, row: np.ndarray) -> None:
             prefetch(flat, row[i] * d + d - 1)
 
 
-@njit(fastmath=FAST, error_model=DIVIDE)
+@compiled()
 def take_rows(table: np.ndarray, row: np.ndarray, out: np.ndarray, start: int, by: int) -> None:
     """`out` takes these rows of a table, WIDTH side by side, from `start` on, a block every `by` numbers.
 
@@ -273,7 +294,7 @@ def take_rows(table: np.ndarray, row: np.ndarray, out: np.ndarray, start: int, b
         _take_block(flat, d, few, 0, out, start)
 
 
-@njit(forceinline=True, fastmath=FAST, error_model=DIVIDE)
+@compiled(forceinline=True)
 def _take_block(flat: np.ndarray, d: int, row: np.ndarray, first: int, out: np.ndarray, start: int) -> None:
     """The WIDTH rows from row[first] on, of a table of rows of d numbers."""
     for j in range(0, d - WIDTH + 1, WIDTH):
@@ -283,7 +304,7 @@ def _take_block(flat: np.ndarray, d: int, row: np.ndarray, first: int, out: np.n
             out[start + j * WIDTH + k] = flat[row[first + k] * d + j]
 
 
-@njit(fastmath=FAST, error_model=DIVIDE)
+@compiled()
 def give_rows(rows: np.ndarray, by: int, row: np.ndarray, table: np.ndarray) -> None:
     """Rows that lie WIDTH side by side, a block every `by` numbers, go to these places in a table."""
     d, flat, start = table.shape[1], table.reshape(-1), 0
@@ -297,7 +318,7 @@ def give_rows(rows: np.ndarray, by: int, row: np.ndarray, table: np.ndarray) -> 
         start += by
 
 
-@njit(fastmath=FAST, error_model=DIVIDE)
+@compiled()
 def copy(source: np.ndarray, at: int, out: np.ndarray, to: int, n: int) -> None:
     """out[to + i] = source[at + i] for i < n."""
     for i in range(0, n - WIDTH + 1, WIDTH):
