@@ -23,7 +23,9 @@ from fedbench.layers import (
     backward,
     compiled,
     copy,
+    everybody,
     fetch,
+    find_awake,
     forward,
     give_rows,
     gradient,
@@ -132,8 +134,8 @@ def _paces(steps: int) -> np.ndarray:
 
 
 @njit(inline="always")
-def _rates(step: int, lr: float) -> tuple[float, float]:
-    """What a step of Adam (from 1) multiplies the moments' quotient by, and the second one's root.
+def _corrections(step: int, lr: float) -> tuple[float, float]:
+    """What a step of Adam (from 1) multiplies the first moment by, and the second one's root.
 
     Kernels keep moments without their factors 1 - b1 and 1 - b2, a product less for each number and step: those factors are in here, beside
     the corrections 1 / (1 - b1^step) and 1 / sqrt(1 - b2^step).
@@ -141,15 +143,52 @@ def _rates(step: int, lr: float) -> tuple[float, float]:
     return lr * (1 - BETA1) / (1 - BETA1**step), math.sqrt((1 - BETA2) / (1 - BETA2**step))
 
 
+@njit(inline="always")
+def _rates(step: int, lr: float) -> tuple[float, float]:
+    """The same with one product less a number: Adam moves it by the first of these · first moment / (root of the second + the other)."""
+    rate, root = _corrections(step, lr)
+    return rate / root, EPSILON / root
+
+
 @compiled(inline="always")
-def _moments(first: np.ndarray, second: np.ndarray, at: int, g: float, scale: float, tiny: float) -> tuple[float, float]:
-    """Adam's moments of the lanes at `at` after a gradient; returns the first and what to divide it by. scale: see _rates"""
+def _moments(first: np.ndarray, second: np.ndarray, at: int, g: float, tiny: float) -> tuple[float, float]:
+    """Adam's moments of the lanes at `at` after a gradient, without the factors that are in _corrections."""
     kind = first.dtype.type
     m = kind(BETA1) * take(first, at) + g
     v = kind(BETA2) * take(second, at) + (g * g + tiny * tiny)
     put(first, at, m)
     put(second, at, v)
-    return m, square_root(v) * scale + kind(EPSILON)
+    return m, v
+
+
+@compiled(inline="always")
+def _quotients(m0: float, v0: float, m1: float, v1: float, pace: tuple[float, float]) -> tuple[float, float]:
+    """pace[0]·m / (v + pace[1]) of both: by one division, which takes longer than the products; right up to divisors of 1e18 each."""
+    d0, d1 = v0 + pace[1], v1 + pace[1]
+    both = pace[0] / (d0 * d1)
+    return m0 * (d1 * both), m1 * (d0 * both)
+
+
+@compiled(inline="always")
+def _first_steps(
+    first: np.ndarray, second: np.ndarray, at: int, g0: float, g1: float, pace: tuple[float, float], tiny: float
+) -> tuple[float, float]:
+    """The same in the first step, when there are no moments yet: the second one's root is what the gradient is without its sign."""
+    put(first, at, g0)
+    put(first, at + WIDTH, g1)
+    put(second, at, g0 * g0 + tiny * tiny)
+    put(second, at + WIDTH, g1 * g1 + tiny * tiny)
+    return _quotients(g0, magnitude(g0), g1, magnitude(g1), pace)
+
+
+@compiled(inline="always")
+def _steps(
+    first: np.ndarray, second: np.ndarray, at: int, g0: float, g1: float, pace: tuple[float, float], tiny: float
+) -> tuple[float, float]:
+    """How far Adam moves the lanes at `at` and the ones after them."""
+    m0, v0 = _moments(first, second, at, g0, tiny)
+    m1, v1 = _moments(first, second, at + WIDTH, g1, tiny)
+    return _quotients(m0, square_root(v0), m1, square_root(v1), pace)
 
 
 @compiled(inline="always")
@@ -163,27 +202,22 @@ def _adamw(
     slope: float,
     tiny: float,
 ) -> None:
-    """One AdamW step over flat arrays, in place, along slope·grad; constants in the arrays' type: a float64 would halve the speed.
-
-    Two quotients by one division, which takes longer than the products; right up to 1e18 each.
-    """
+    """One AdamW step over flat arrays, in place, along slope·grad; constants in the arrays' type: a float64 would halve the speed."""
     kind = param.dtype.type
-    rate, scale, eps, b1, b2 = kind(rates[0]), kind(rates[1]), kind(EPSILON), kind(BETA1), kind(BETA2)
+    pace, b1, b2 = (kind(rates[0]), kind(rates[1])), kind(BETA1), kind(BETA2)
     pairs, lanes = param.size // (2 * WIDTH) * (2 * WIDTH), param.size // WIDTH * WIDTH
     for at in range(0, pairs, 2 * WIDTH):
-        m0, d0 = _moments(first, second, at, slope * take(grad, at), scale, tiny)
-        m1, d1 = _moments(first, second, at + WIDTH, slope * take(grad, at + WIDTH), scale, tiny)
-        both = rate / (d0 * d1)
-        put(param, at, decay * take(param, at) - m0 * (d1 * both))
-        put(param, at + WIDTH, decay * take(param, at + WIDTH) - m1 * (d0 * both))
+        x0, x1 = _steps(first, second, at, slope * take(grad, at), slope * take(grad, at + WIDTH), pace, tiny)
+        put(param, at, decay * take(param, at) - x0)
+        put(param, at + WIDTH, decay * take(param, at + WIDTH) - x1)
     for at in range(pairs, lanes, WIDTH):
-        m0, d0 = _moments(first, second, at, slope * take(grad, at), scale, tiny)
-        put(param, at, decay * take(param, at) - rate * m0 / d0)
+        m, v = _moments(first, second, at, slope * take(grad, at), tiny)
+        put(param, at, decay * take(param, at) - pace[0] * m / (square_root(v) + pace[1]))
     for i in range(lanes, param.size):
         g = slope * grad[i]
         first[i] = b1 * first[i] + g
         second[i] = b2 * second[i] + (g * g + tiny * tiny)
-        param[i] = decay * param[i] - rate * first[i] / (np.sqrt(second[i]) * scale + eps)
+        param[i] = decay * param[i] - pace[0] * first[i] / (np.sqrt(second[i]) + pace[1])
 
 
 @compiled(inline="always")
@@ -232,26 +266,36 @@ def _dot_step(
     neg: np.ndarray,
     share: float,
     rates: tuple[float, float],
+    fresh: bool,
     tiny: float,
     slopes: np.ndarray,
     tails: np.ndarray,
     gp: np.ndarray,
 ) -> float:
-    """One batch of a client: an Adam step of its rows, WIDTH of them side by side, and its vector [d]; returns the summed loss."""
+    """One batch of a client: an Adam step of its rows, WIDTH of them side by side, and its vector [d]; returns the summed loss.
+
+    If the step is `fresh`, rows have no moments before.
+    """
     q, first, second = rows
     p, first_p, second_p = person
     d, kind = p.size, p.dtype.type
-    rate, scale, zero = kind(rates[0]), kind(rates[1]), kind(0)
+    pace, zero = (kind(rates[0]), kind(rates[1])), kind(0)
     loss = spread(zero)
-    for s in range(0, pos.size, WIDTH):
-        a, b, at = spread(zero), spread(zero), s * d
-        for j in range(0, d - 1, 2):
-            a = a + repeat(p, j) * take(q, at)
-            b = b + repeat(p, j + 1) * take(q, at + WIDTH)
-            at += 2 * WIDTH
-        if d % 2:
-            a = a + repeat(p, d - 1) * take(q, at)
-        put(slopes, s, a + b)
+    four, by = 4 * WIDTH, d * WIDTH
+    for s in range(0, pos.size - four + 1, four):  # four sums at a time: one alone would wait for each of its products
+        a, b, c, e = spread(zero), spread(zero), spread(zero), spread(zero)
+        for j in range(d):
+            factor, at = repeat(p, j), s * d + j * WIDTH
+            a = a + factor * take(q, at)
+            b = b + factor * take(q, at + by)
+            c = c + factor * take(q, at + 2 * by)
+            e = e + factor * take(q, at + 3 * by)
+        put(slopes, s, a)
+        put(slopes, s + WIDTH, b)
+        put(slopes, s + 2 * WIDTH, c)
+        put(slopes, s + 3 * WIDTH, e)
+    for s in range(pos.size // four * four, pos.size, WIDTH):
+        put(slopes, s, mixed(spread(zero), q, s * d, d, p, 0, 1))
     for s in range(0, pos.size, WIDTH):  # a loop of its own: what a number waits for is short, and more of them are under way at a time
         put(tails, s, exp_minus(magnitude(take(slopes, s))))
     for s in range(0, pos.size, WIDTH):
@@ -262,16 +306,25 @@ def _dot_step(
     products(slopes, 0, WIDTH, 1, q, 0, d * WIDTH, d, gp, 0, pos.size // WIDTH, slopes)
     for s in range(0, pos.size, WIDTH):
         error, at = take(slopes, s), s * d
-        for j in range(0, d - 1, 2):
-            m0, d0 = _moments(first, second, at, repeat(p, j) * error, scale, tiny)
-            m1, d1 = _moments(first, second, at + WIDTH, repeat(p, j + 1) * error, scale, tiny)
-            both = rate / (d0 * d1)
-            put(q, at, take(q, at) - m0 * (d1 * both))
-            put(q, at + WIDTH, take(q, at + WIDTH) - m1 * (d0 * both))
-            at += 2 * WIDTH
+        if fresh:
+            for j in range(0, d - 1, 2):
+                y = at + j * WIDTH
+                x0, x1 = _first_steps(first, second, y, repeat(p, j) * error, repeat(p, j + 1) * error, pace, tiny)
+                put(q, y, take(q, y) - x0)
+                put(q, y + WIDTH, take(q, y + WIDTH) - x1)
+        else:
+            for j in range(0, d - 1, 2):
+                y = at + j * WIDTH
+                x0, x1 = _steps(first, second, y, repeat(p, j) * error, repeat(p, j + 1) * error, pace, tiny)
+                put(q, y, take(q, y) - x0)
+                put(q, y + WIDTH, take(q, y + WIDTH) - x1)
         if d % 2:
-            m0, d0 = _moments(first, second, at, repeat(p, d - 1) * error, scale, tiny)
-            put(q, at, take(q, at) - rate * m0 / d0)
+            y = at + (d - 1) * WIDTH
+            if fresh:
+                put(first, y, spread(zero))
+                put(second, y, spread(zero))
+            m, v = _moments(first, second, y, repeat(p, d - 1) * error, tiny)
+            put(q, y, take(q, y) - pace[0] * m / (square_root(v) + pace[1]))
     _adam(p, gp, first_p, second_p, rates, tiny)
     return across(loss)
 
@@ -311,6 +364,8 @@ def _elastic_step(
     rates_adapter: tuple[float, float],
     tiny: float,
     room: tuple[np.ndarray, ...],
+    awake: np.ndarray,
+    many: np.ndarray,
 ) -> float:
     """One batch of a client over blocks of its rows, own and sent side by side in `acts`: a step of the adapter, then of p [d].
 
@@ -328,9 +383,10 @@ def _elastic_step(
     for phase in range(2):
         if fresh or phase == 1:
             _see(w, sizes, seen)
-            mix_all(acts, d * WIDTH, by, d, base, 0, hidden * WIDTH, hidden, seen, 2 * d * hidden, 0, seen, d, 2 * d, 1, blocks, acts)
-        mix_onto_positive(acts, 0, by, d, acts, 2 * d * WIDTH, by, hidden, base, 0, hidden * WIDTH, seen, 0, 2 * d, 1, blocks, acts)
+            mix_all(acts, d * WIDTH, by, d, base, 0, hidden * WIDTH, hidden, seen, 2 * d * hidden, 0, seen, d, 2 * d, 1, blocks)
+        mix_onto_positive(acts, 0, by, d, acts, 2 * d * WIDTH, by, hidden, base, 0, hidden * WIDTH, seen, 0, 2 * d, 1, blocks)
         forward(seen, sizes, acts, blocks, 1, True)
+        find_awake(sizes, acts, ones, blocks, spare, awake, many)
         for b in range(blocks):
             x, s = b * by, b * WIDTH
             if phase == 0:
@@ -349,9 +405,9 @@ def _elastic_step(
                 for j in range(d):
                     put(delta, x + j * WIDTH, repeat(p, j) * rest)
                 loss = loss + value
-        backward(seen, sizes, acts, delta, nothing, blocks, d * phase)
+        backward(seen, sizes, acts, delta, nothing, blocks, d * phase, awake, many)
         if phase == 0:
-            gradient(sizes, acts, delta, gw, ones, blocks, spare)
+            gradient(sizes, acts, delta, gw, ones, blocks, spare, awake, many)
             for at in range(0, sizes[0] * sizes[1], 2 * d):  # from slopes of `seen` to those of w: weights of the change are in both halves
                 _less(gw, at + d, at, d, gw)
             _adam(w, gw, first_w, second_w, rates_adapter, tiny)
@@ -423,11 +479,11 @@ def _train_dot(
     first_p, at = part(room, at, d)
     second_p, at = part(room, at, d)
     gp, at = part(room, at, d)
-    first[:], second[:], first_p[:], second_p[:] = 0, 0, 0, 0
+    first_p[:], second_p[:] = 0, 0
     rows, person, pos, neg = (q, first, second), (p, first_p, second_p), counts[:width], counts[width:]
     take_rows(table, row, q, 0, d * WIDTH)
     codes = _codes(local, label, width)
-    order = codes.copy()
+    order = codes.copy() if n > batch else codes
     portion = -(-theirs.size // max(1, epochs * -(-n // batch)))
     step, summed, seen, mean = 0, 0.0, 0, 0.0
     for epoch in range(epochs):
@@ -441,7 +497,7 @@ def _train_dot(
                 _count(order[start:stop], counts)
             rates = lr * paces[step, 0], paces[step, 1]
             fetch(later, theirs[step * portion : (step + 1) * portion])
-            summed += _dot_step(rows, person, pos, neg, kind(1 / (stop - start)), rates, tiny, slopes, tails, gp)
+            summed += _dot_step(rows, person, pos, neg, kind(1 / (stop - start)), rates, step == 0, tiny, slopes, tails, gp)
             step += 1
             seen += stop - start
         mean, settled = _settled(summed, seen, mean, tolerance, epoch)
@@ -511,7 +567,8 @@ def _train_elastic(
     pos, neg = (some[:most], some[most:]) if cut else (counts[:width], counts[width:])
     whole, lying, slope = table.reshape(-1), q[: t * d].reshape(t, d), gq[: t * d].reshape(t, d)
     used, which, codes = np.empty(t + 1, np.int64), np.empty(t + 1, np.int64), _codes(local, label, width)
-    order = codes.copy()
+    order, awake, many = codes.copy(), np.empty(features, np.int64), np.empty(sizes.size, np.int64)
+    everybody(sizes, awake, many)
     if cut:
         for i in range(t):
             copy(whole, row[i] * d, q, i * d, d)
@@ -540,7 +597,7 @@ def _train_elastic(
                 blocks = padded(k) // WIDTH
             rates, rates_w = (lr * paces[step, 0], paces[step, 1]), (lr_adapter * paces[step, 0], paces[step, 1])
             summed += _elastic_step(acts, delta, base, cut or step == 0, person, adapter, sizes, pos, neg, blocks, kind(1 / (stop - start)),
-                                    rates, rates_w, tiny, rest)  # fmt: skip
+                                    rates, rates_w, tiny, rest, awake, many)  # fmt: skip
             if cut:
                 gq[:] = 0
                 give_rows(delta, by, used[:k], slope)
@@ -817,10 +874,12 @@ def train_neumf(
     longest = epochs * -(-max(count[low:high].max(), 1) // batch)
     rates, roots = np.empty(longest, user.dtype), np.empty(longest, user.dtype)
     for t in range(longest):
-        rates[t], roots[t] = _rates(t + 1, lr)
+        rates[t], roots[t] = _corrections(t + 1, lr)
     fade = np.empty((3, longest + 1), user.dtype)
     for t in range(longest + 1):
         fade[0, t], fade[1, t], fade[2, t] = BETA1**t, BETA2 ** (t / 2), (1 - lr * weight_decay) ** t
+    awake, many = np.empty(layers, np.int64), np.empty(sizes.size, np.int64)
+    everybody(sizes, awake, many)
     for c in range(low, high):
         n, t = count[c], touched[c]
         if n == 0:
@@ -901,8 +960,8 @@ def train_neumf(
                             put(delta, at, pick(take(acts, at), zero, slope * h[d + o], spread(zero)))
                     products(error, 0, WIDTH, 1, gmf, 0, d * WIDTH, d, sums, 0, blocks, spare)
                     products(error, 0, WIDTH, 1, acts, top, by, deep, gh, d, blocks, spare)
-                    backward(small, sizes, acts, delta, nothing, blocks, half)
-                    gradient(sizes, acts, delta, gsmall, ones, blocks, spare)
+                    backward(small, sizes, acts, delta, nothing, blocks, half, awake, many)
+                    gradient(sizes, acts, delta, gsmall, ones, blocks, spare, awake, many)
                     for s in range(b):
                         row, slope = gq[local[c, order[tile + s]]], error[s]
                         for j in range(d):
@@ -929,7 +988,7 @@ def train_neumf(
                         for j in range(wide):
                             square += row[j] * row[j]
                     scale = min(one, kind(clip / (math.sqrt(square) + 1e-6)))
-                pace = rates[step], roots[step]
+                pace = _rates(step + 1, lr)
                 for r in range(used):
                     i = distinct[r]
                     _adamw(q[i], gq[i], mq[i], vq[i], pace, decay, scale, tiny)

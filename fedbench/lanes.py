@@ -326,13 +326,52 @@ def _addresses(context: Any, builder: Any, signature: Any, given: Any) -> tuple[
 def mixer(outs: int, keeps: str, onto: bool = False) -> Any:
     """A function that fills the lanes of `outs` features with weighted sums of others. All its sums are in registers at once.
 
-    mix(values, x, count, weights, w, by_out, by_in, begin, b, out, y, gate): the lanes at out[y + o·WIDTH] become begin[b + o] (onto: the
+    mix(values, x, count, weights, w, by_out, by_in, begin, b, out, y): the lanes at out[y + o·WIDTH] become begin[b + o] (onto: the
     lanes at begin[b + o·WIDTH]) + sum over k < count of weights[w + o·by_out + k·by_in] · those at values[x + k·WIDTH]
-    Of these sums it keeps all, the positive ones, or those where the same place of `gate` is positive (gated); the others become 0. To do
-    so afterwards would cost more than the sums: of lanes that are read, picked from and written back the compiler makes masked writes.
+    Of these sums it keeps all, or the positive ones; or, if it is gated, those where the same place of `gate` is positive, and the sum is
+    over which[first + k] instead of k: mix(..., gate, which, first). The others become 0. To do so afterwards would cost more than the
+    sums: of lanes that are read, picked from and written back the compiler makes masked writes.
     """
 
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        array = signature.args[0].dtype
+        vector, align = context.get_value_type(Lanes(array)), array.bitwidth // 8
+        at, times = _addresses(context, builder, signature, given)
+
+        def lanes(place: Any) -> Any:
+            return builder.bitcast(place, vector.as_pointer())
+
+        sums = [cgutils.alloca_once(builder, vector) for _ in range(outs)]
+        for o, place in enumerate(sums):
+            first = builder.load(lanes(at(7, o * WIDTH)), align=align) if onto else _filled(builder, builder.load(at(7, o)), vector)
+            builder.store(first, place)
+        with cgutils.for_range(builder, given[2]) as loop:
+            k = builder.load(at(12, loop.index)) if keeps == "gated" else loop.index
+            cell = builder.load(lanes(at(0, times(WIDTH, k))), align=align)
+            weight = at(3, builder.mul(k, given[6]))
+            for o, place in enumerate(sums):
+                _times(builder, place, _filled(builder, builder.load(builder.gep(weight, [times(o, given[5])])), vector), cell)
+        nothing = ir.Constant(vector, [0.0] * WIDTH)
+        for o, place in enumerate(sums):
+            value = builder.load(place)
+            if keeps == "positive":
+                value = builder.select(builder.fcmp_ordered(">", nothing, value), nothing, value)
+            elif keeps == "gated":
+                gates = context.make_array(signature.args[11])(context, builder, given[11]).data
+                place = builder.gep(gates, [builder.add(given[10], ir.Constant(ir.IntType(64), o * WIDTH))])
+                opens = builder.load(lanes(place), align=align)
+                value = builder.select(builder.fcmp_ordered(">", opens, nothing), value, nothing)
+            builder.store(value, lanes(at(9, o * WIDTH)), align=align)
+        return context.get_dummy_value()
+
+    n = types.intp
+
     def mix(
+        typing: Any, values: Any, x: Any, count: Any, weights: Any, w: Any, by_out: Any, by_in: Any, begin: Any, b: Any, out: Any, y: Any
+    ) -> Any:
+        return types.void(values, n, n, weights, n, n, n, begin, n, out, n), generate
+
+    def mix_gated(
         typing: Any,
         values: Any,
         x: Any,
@@ -346,42 +385,12 @@ def mixer(outs: int, keeps: str, onto: bool = False) -> Any:
         out: Any,
         y: Any,
         gate: Any,
+        which: Any,
+        first: Any,
     ) -> Any:
-        whole, align = types.intp, values.dtype.bitwidth // 8
+        return types.void(values, n, n, weights, n, n, n, begin, n, out, n, gate, which, n), generate
 
-        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-            vector = context.get_value_type(Lanes(values.dtype))
-            at, times = _addresses(context, builder, signature, given)
-
-            def lanes(place: Any) -> Any:
-                return builder.bitcast(place, vector.as_pointer())
-
-            sums = [cgutils.alloca_once(builder, vector) for _ in range(outs)]
-            for o, place in enumerate(sums):
-                first = builder.load(lanes(at(7, o * WIDTH)), align=align) if onto else _filled(builder, builder.load(at(7, o)), vector)
-                builder.store(first, place)
-            stride = ir.Constant(ir.IntType(64), WIDTH)
-            with cgutils.for_range(builder, given[2]) as loop:
-                cell = builder.load(lanes(at(0, builder.mul(loop.index, stride))), align=align)
-                weight = at(3, builder.mul(loop.index, given[6]))
-                for o, place in enumerate(sums):
-                    _times(builder, place, _filled(builder, builder.load(builder.gep(weight, [times(o, given[5])])), vector), cell)
-            nothing = ir.Constant(vector, [0.0] * WIDTH)
-            for o, place in enumerate(sums):
-                value = builder.load(place)
-                if keeps == "positive":
-                    value = builder.select(builder.fcmp_ordered(">", nothing, value), nothing, value)
-                elif keeps == "gated":
-                    gates = context.make_array(signature.args[11])(context, builder, given[11]).data
-                    place = builder.gep(gates, [builder.add(given[10], ir.Constant(ir.IntType(64), o * WIDTH))])
-                    opens = builder.load(lanes(place), align=align)
-                    value = builder.select(builder.fcmp_ordered(">", opens, nothing), value, nothing)
-                builder.store(value, lanes(at(9, o * WIDTH)), align=align)
-            return context.get_dummy_value()
-
-        return types.void(values, whole, whole, weights, whole, whole, whole, begin, whole, out, whole, gate), generate
-
-    return intrinsic(mix)
+    return intrinsic(mix_gated if keeps == "gated" else mix)
 
 
 def multiplier(ups: int, others: int, wide: int) -> Any:

@@ -95,8 +95,7 @@ def mixed(begin: float, values: np.ndarray, x: int, count: int, weights: np.ndar
 
 
 def mixer_of_blocks(keeps: str, onto: bool = False) -> Any:
-    """A function that fills features with weighted sums of others, block by block. Of the sums it keeps `all`, those over 0 (`positive`),
-    or those where the same place of another array is over 0 (`gated`), the rest being 0.
+    """A function that fills features with weighted sums of others, block by block. It keeps `all` sums or the `positive` ones, see mixer.
 
     Feature o < outs at y of `out` = begin[b + o] (onto: that feature at b of `begin`) + sum over k < count of
     weights[at + o·by_out + k·by_in] · feature k at x of `values`; the next block is by_x, by_y and by_b further on.
@@ -123,20 +122,20 @@ def mixer_of_blocks(keeps: str, onto: bool = False) -> Any:
         by_out: int,
         by_in: int,
         blocks: int,
-        gate: np.ndarray,
     ) -> None:
         for _ in range(blocks):
             for o in range(0, outs - OUTS + 1, OUTS):
-                some(values, x, count, weights, at + o * by_out, by_out, by_in, begin, b + o * step, out, y + o * WIDTH, gate)
+                some(values, x, count, weights, at + o * by_out, by_out, by_in, begin, b + o * step, out, y + o * WIDTH)
             for o in range(outs // OUTS * OUTS, outs):
-                one(values, x, count, weights, at + o * by_out, by_out, by_in, begin, b + o * step, out, y + o * WIDTH, gate)
+                one(values, x, count, weights, at + o * by_out, by_out, by_in, begin, b + o * step, out, y + o * WIDTH)
             x, y, b = x + by_x, y + by_y, b + by_b
 
     return mix
 
 
-mix_all, mix_positive, mix_gated = map(mixer_of_blocks, ("all", "positive", "gated"))
+mix_all, mix_positive = map(mixer_of_blocks, ("all", "positive"))
 mix_onto, mix_onto_positive = mixer_of_blocks("all", True), mixer_of_blocks("positive", True)
+back_one, back_some = mixer(1, "gated"), mixer(OUTS, "gated")
 
 
 @compiled()
@@ -220,48 +219,106 @@ def forward(weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, blocks: in
         fan_in, fan_out = sizes[layer], sizes[layer + 1]
         target, bias = source + fan_in * WIDTH, at + fan_in * fan_out
         if squash and layer == sizes.size - 2:
-            mix_all(acts, source, by, fan_in, acts, target, by, fan_out, weights, bias, 0, weights, at, fan_in, 1, blocks, acts)
+            mix_all(acts, source, by, fan_in, acts, target, by, fan_out, weights, bias, 0, weights, at, fan_in, 1, blocks)
             for b in range(blocks):
                 for o in range(target + b * by, target + b * by + fan_out * WIDTH, WIDTH):
                     value = take(acts, o)
                     tail = exp_minus(magnitude(value))
                     put(acts, o, pick(value, zero, spread(one), tail) / (one + tail))
         elif layer >= first:
-            mix_positive(acts, source, by, fan_in, acts, target, by, fan_out, weights, bias, 0, weights, at, fan_in, 1, blocks, acts)
+            mix_positive(acts, source, by, fan_in, acts, target, by, fan_out, weights, bias, 0, weights, at, fan_in, 1, blocks)
         source, at = target, bias + fan_out
+
+
+@compiled(inline="always")
+def everybody(sizes: np.ndarray, awake: np.ndarray, many: np.ndarray) -> None:
+    """All units of a network are awake: of each layer, numbers of its units in `awake` [sum(sizes)], and how many they are in `many`."""
+    at = 0
+    for layer in range(sizes.size):
+        many[layer] = sizes[layer]
+        for unit in range(sizes[layer]):
+            awake[at + unit] = unit
+        at += sizes[layer]
+
+
+@compiled(forceinline=True)
+def find_awake(
+    sizes: np.ndarray, acts: np.ndarray, ones: np.ndarray, blocks: int, spare: np.ndarray, awake: np.ndarray, many: np.ndarray
+) -> None:
+    """The units of hidden layers, the first one apart, that are not 0 for all rows: only these have slopes."""
+    at = sizes[0] + sizes[1]
+    for layer in range(2, sizes.size - 1):
+        spare[: sizes[layer]] = 0
+        products(ones, 0, 0, 1, acts, at * WIDTH, sizes.sum() * WIDTH, sizes[layer], spare, 0, blocks, spare)
+        many[layer] = 0
+        for unit in range(sizes[layer]):
+            awake[at + many[layer]] = unit  # one that is not awake is written over by the next
+            many[layer] += spare[unit] != 0
+        at += sizes[layer]
 
 
 @compiled(forceinline=True)
 def backward(
-    weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, delta: np.ndarray, nothing: np.ndarray, blocks: int, of_inputs: int
+    weights: np.ndarray,
+    sizes: np.ndarray,
+    acts: np.ndarray,
+    delta: np.ndarray,
+    nothing: np.ndarray,
+    blocks: int,
+    of_inputs: int,
+    awake: np.ndarray,
+    many: np.ndarray,
 ) -> None:
     """delta [blocks, sum(sizes), WIDTH] ends with the slopes of the last layer; fill those before it and add to those of so many inputs.
 
-    nothing: zeros, as many as the widest layer has features
+    nothing: zeros, as many as OUTS. What lies below a layer in which no unit is awake has no slopes and is left as it is.
     """
     by = sizes.sum() * WIDTH
     target, end = by - sizes[-1] * WIDTH, weights.size
     for layer in range(sizes.size - 2, -1, -1):
         fan_in, fan_out = sizes[layer], sizes[layer + 1]
         source, at = target - fan_in * WIDTH, end - (fan_in + 1) * fan_out
-        if layer > 0:
-            mix_gated(delta, target, by, fan_out, delta, source, by, fan_in, nothing, 0, 0, weights, at, 1, fan_in, blocks, acts)
-        else:
-            mix_onto(delta, target, by, fan_out, delta, 0, by, of_inputs, delta, 0, by, weights, at, 1, fan_in, blocks, acts)
+        few, first = many[layer + 1], target // WIDTH
+        if few == 0:
+            break
+        if layer == 0:
+            mix_onto(delta, target, by, fan_out, delta, 0, by, of_inputs, delta, 0, by, weights, at, 1, fan_in, blocks)
+        for x in range(0, blocks * by if layer else 0, by):
+            for i in range(0, fan_in - OUTS + 1, OUTS):
+                back_some(delta, x + target, few, weights, at + i, 1, fan_in, nothing, 0, delta, x + source + i * WIDTH, acts, awake, first)
+            for i in range(fan_in // OUTS * OUTS, fan_in):
+                back_one(delta, x + target, few, weights, at + i, 1, fan_in, nothing, 0, delta, x + source + i * WIDTH, acts, awake, first)
         target, end = source, at
 
 
 @compiled(forceinline=True)
 def gradient(
-    sizes: np.ndarray, acts: np.ndarray, delta: np.ndarray, grad: np.ndarray, ones: np.ndarray, blocks: int, spare: np.ndarray
+    sizes: np.ndarray,
+    acts: np.ndarray,
+    delta: np.ndarray,
+    grad: np.ndarray,
+    ones: np.ndarray,
+    blocks: int,
+    spare: np.ndarray,
+    awake: np.ndarray,
+    many: np.ndarray,
 ) -> None:
     """Add the slopes of a network's weights to `grad`. ones: WIDTH of them; spare: see products"""
-    by, source, at = sizes.sum() * WIDTH, 0, 0
+    by, source, at, lowest = sizes.sum() * WIDTH, 0, 0, 0
+    for layer in range(sizes.size):
+        if many[layer] == 0:
+            lowest = layer
     for layer in range(sizes.size - 1):
         fan_in, fan_out = sizes[layer], sizes[layer + 1]
         target, bias = source + fan_in * WIDTH, at + fan_in * fan_out
-        products(delta, target, by, fan_out, acts, source, by, fan_in, grad, at, blocks, spare)
-        products(ones, 0, 0, 1, delta, target, by, fan_out, grad, bias, blocks, spare)
+        if layer >= lowest and many[layer + 1] == fan_out:
+            products(delta, target, by, fan_out, acts, source, by, fan_in, grad, at, blocks, spare)
+        elif layer >= lowest:
+            for k in range(many[layer + 1]):
+                unit = awake[target // WIDTH + k]
+                products(delta, target + unit * WIDTH, by, 1, acts, source, by, fan_in, grad, at + unit * fan_in, blocks, spare)
+        if layer >= lowest:
+            products(ones, 0, 0, 1, delta, target, by, fan_out, grad, bias, blocks, spare)
         source, at = target, bias + fan_out
 
 

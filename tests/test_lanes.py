@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numba import njit
 
 from fedbench.elementary import exp_minus, log_one_plus
@@ -28,10 +29,14 @@ from fedbench.lanes import (
 )
 from fedbench.layers import (
     SQUARE,
+    backward,
     copy,
+    everybody,
+    find_awake,
+    forward,
     give_rows,
+    gradient,
     mix_all,
-    mix_gated,
     mix_onto,
     mix_onto_positive,
     mix_positive,
@@ -196,7 +201,7 @@ def layer(values: np.ndarray, weights: np.ndarray, begin: np.ndarray, out: np.nd
     blocks, ins, _ = values.shape
     outs, by, to = begin.size, ins * WIDTH, out.shape[1] * WIDTH
     x, y = values.reshape(-1), out.reshape(-1)
-    mix_all(x, 0, by, ins, y, WIDTH, to, outs, begin, 0, 0, weights, 0, ins, 1, blocks, y)
+    mix_all(x, 0, by, ins, y, WIDTH, to, outs, begin, 0, 0, weights, 0, ins, 1, blocks)
     products(y, WIDTH, to, outs, x, 0, by, ins, grad, 0, blocks, spare)
 
 
@@ -220,10 +225,9 @@ def kept(values: np.ndarray, weights: np.ndarray, begin: np.ndarray, base: np.nd
     blocks, ins, _ = values.shape
     outs, by = begin.size, ins * WIDTH
     x = values.reshape(-1)
-    mix_positive(x, 0, by, ins, out[0], 0, by, outs, begin, 0, 0, weights, 0, ins, 1, blocks, x)
-    mix_gated(x, 0, by, ins, out[1], 0, by, outs, begin, 0, 0, weights, 0, ins, 1, blocks, x)
-    mix_onto(x, 0, by, ins, out[2], 0, by, outs, base, 0, by, weights, 0, ins, 1, blocks, x)
-    mix_onto_positive(x, 0, by, ins, out[3], 0, by, outs, base, 0, by, weights, 0, ins, 1, blocks, x)
+    mix_positive(x, 0, by, ins, out[0], 0, by, outs, begin, 0, 0, weights, 0, ins, 1, blocks)
+    mix_onto(x, 0, by, ins, out[1], 0, by, outs, base, 0, by, weights, 0, ins, 1, blocks)
+    mix_onto_positive(x, 0, by, ins, out[2], 0, by, outs, base, 0, by, weights, 0, ins, 1, blocks)
 
 
 @KINDS
@@ -232,14 +236,13 @@ def test_sums_that_are_kept(outs: int, kind: type) -> None:
     values, weights, begin = numbers(kind, 16, 3 * WIDTH), numbers(kind, outs, 16, seed=1), numbers(kind, outs, seed=2)
     base = numbers(kind, 16, 3 * WIDTH, seed=3)
     begin[-1] = base[outs - 1, 0] = np.nan
-    out = np.ones((4, 3, 16, WIDTH), kind)
-    kept(side_by_side(values), weights.reshape(-1), begin, side_by_side(base).reshape(-1), out.reshape(4, -1))
+    out = np.ones((3, 3, 16, WIDTH), kind)
+    kept(side_by_side(values), weights.reshape(-1), begin, side_by_side(base).reshape(-1), out.reshape(3, -1))
     sums = weights @ values
     wanted, onto = begin[:, None] + sums, base[:outs] + sums
-    positive, gated, all_onto, positive_onto = (apart(one) for one in out)
+    positive, all_onto, positive_onto = (apart(one) for one in out)
     close = {"rtol": 0, "atol": 200 * np.finfo(kind).eps}
     np.testing.assert_allclose(positive[:outs], np.where(wanted < 0, 0, wanted), **close)  # what is not a number is seen
-    np.testing.assert_allclose(gated[:outs], np.where(values[:outs] > 0, wanted, 0), **close)
     np.testing.assert_allclose(all_onto[:outs], onto, **close)
     np.testing.assert_allclose(positive_onto[:outs], np.where(onto < 0, 0, onto), **close)
     assert (out[:, :, outs:] == 1).all()
@@ -249,23 +252,102 @@ def test_sums_that_are_kept(outs: int, kind: type) -> None:
 @pytest.mark.parametrize(("outs", "ups", "wide"), [(8, 2, 16), (4, 1, 8)], ids=["AVX-512", "others"])
 def test_sums_at_a_time_of_either_kind_of_machine(outs: int, ups: int, wide: int, kind: type) -> None:
     others, blocks = 8, 3
-    mix, multiply, fill = mixer(outs, "all"), multiplier(ups, others, wide), outer(outs)
+    mix, gated, multiply, fill = mixer(outs, "all"), mixer(outs, "gated"), multiplier(ups, others, wide), outer(outs)
 
     @njit
-    def run(values: np.ndarray, weights: np.ndarray, begin: np.ndarray, out: np.ndarray, grad: np.ndarray, square: np.ndarray) -> None:
+    def run(
+        values: np.ndarray,
+        weights: np.ndarray,
+        begin: np.ndarray,
+        gate: np.ndarray,
+        which: np.ndarray,
+        out: np.ndarray,
+        some: np.ndarray,
+        grad: np.ndarray,
+        square: np.ndarray,
+    ) -> None:
         by = others * WIDTH
         for b in range(blocks):
-            mix(values, b * by, 5, weights, 0, 5, 1, begin, 0, out, b * outs * WIDTH, out)
+            to = b * outs * WIDTH
+            mix(values, b * by, 5, weights, 0, 5, 1, begin, 0, out, to)
+            gated(values, b * by, 3, weights, 0, 8, 1, begin, 0, some, to, gate, which, 1)
         multiply(out, 0, outs * WIDTH, values, 0, by, blocks, grad, 0, others)
         fill(weights, 0, values, 0, by, blocks, square, 0)
 
     values, weights, begin = numbers(kind, 8, blocks * WIDTH), numbers(kind, blocks * WIDTH, WIDTH, seed=1), numbers(kind, outs, seed=2)
     out, grad, square = np.zeros((blocks, outs, WIDTH), kind), np.ones((ups, others), kind), np.zeros((outs, WIDTH), kind)
-    run(side_by_side(values).reshape(-1), weights.reshape(-1), begin, out.reshape(-1), grad.reshape(-1), square.reshape(-1))
+    gate, which, some = numbers(kind, outs, blocks * WIDTH, seed=3), np.array([9, 2, 6, 7]), np.zeros_like(out)
+    flat = [one.reshape(-1) for one in (side_by_side(values), weights, begin, side_by_side(gate), which, out, some, grad, square)]
+    run(*flat)
     wanted = begin[:, None] + weights.reshape(-1)[: outs * 5].reshape(outs, 5) @ values[:5]
     np.testing.assert_allclose(apart(out), wanted, rtol=0, atol=100 * np.finfo(kind).eps)
+    chosen = begin[:, None] + weights.reshape(-1)[: outs * 8].reshape(outs, 8)[:, [2, 6, 7]] @ values[[2, 6, 7]]
+    np.testing.assert_allclose(apart(some), np.where(gate > 0, chosen, 0), rtol=0, atol=100 * np.finfo(kind).eps)
     np.testing.assert_allclose(grad, 1 + wanted[:ups] @ values.T, rtol=0, atol=1000 * np.finfo(kind).eps)
     np.testing.assert_allclose(square, values[:outs] @ weights, rtol=0, atol=1000 * np.finfo(kind).eps)
+
+
+@njit
+def network(
+    weights: np.ndarray,
+    sizes: np.ndarray,
+    acts: np.ndarray,
+    delta: np.ndarray,
+    grad: np.ndarray,
+    spare: np.ndarray,
+    awake: np.ndarray,
+    many: np.ndarray,
+    finds: bool,
+) -> None:
+    blocks, by = acts.size // (sizes.sum() * WIDTH), sizes.sum() * WIDTH
+    ones, nothing = np.ones(WIDTH, acts.dtype), np.zeros(sizes.max(), acts.dtype)
+    forward(weights, sizes, acts, blocks, 0, True)
+    everybody(sizes, awake, many)
+    if finds:
+        find_awake(sizes, acts, ones, blocks, spare, awake, many)
+    for b in range(blocks):
+        at = (b + 1) * by - WIDTH
+        put(delta, at, take(delta, at) * take(acts, at) * (1 - take(acts, at)))
+    backward(weights, sizes, acts, delta, nothing, blocks, sizes[0], awake, many)
+    gradient(sizes, acts, delta, grad, ones, blocks, spare, awake, many)
+
+
+@pytest.mark.parametrize("finds", [False, True])
+@pytest.mark.parametrize(
+    "asleep", [(), ((2, 0), (2, 3)), ((2, -1),), ((3, -1),), ((1, -1),)], ids=["none", "two", "a layer", "the last", "the first"]
+)
+@pytest.mark.parametrize("sizes", [(7, 5, 1), (32, 16, 8, 1), (6, 17, 9, 4, 1)])
+def test_networks_against_torch(sizes: tuple[int, ...], asleep: tuple[tuple[int, int], ...], finds: bool) -> None:
+    """Units that no row wakes have no slopes: whether they are looked for or not, the gradients are those of autograd."""
+    blocks, hidden = 3, len(sizes) - 2
+    asleep = tuple((layer, unit) for layer, unit in asleep if layer <= hidden)
+    layers = [torch.nn.Linear(*pair, dtype=torch.float64) for pair in zip(sizes[:-1], sizes[1:], strict=True)]
+    for number, one in enumerate(layers):
+        one.weight.data = torch.from_numpy(numbers(np.float64, *one.weight.shape, seed=number))
+        one.bias.data = torch.from_numpy(numbers(np.float64, *one.bias.shape, seed=10 + number))
+    for layer_, unit in asleep:
+        layers[layer_ - 1].bias.data[slice(None) if unit < 0 else unit] = -1e3
+    inputs = torch.from_numpy(numbers(np.float64, sizes[0], blocks * WIDTH, seed=20)).requires_grad_()
+    slope = torch.from_numpy(numbers(np.float64, blocks * WIDTH, seed=21))
+    value = inputs.T
+    for one in layers[:-1]:
+        value = one(value).relu()
+    output = layers[-1](value).sigmoid()[:, 0]
+    (output * slope).sum().backward()
+
+    acts, delta = np.zeros((blocks, sum(sizes), WIDTH)), np.full((blocks, sum(sizes), WIDTH), np.nan)
+    acts[:, : sizes[0]] = side_by_side(inputs.detach().numpy())
+    delta[:, : sizes[0]], delta[:, -1] = 1, slope.reshape(blocks, WIDTH)
+    weights = np.concatenate([part.detach().numpy().reshape(-1) for one in layers for part in (one.weight, one.bias)])
+    grad, spare, lists = np.zeros_like(weights), np.zeros((blocks + 2) * SQUARE), np.zeros((2, sum(sizes)), np.int64)
+    network(weights, np.array(sizes), acts.reshape(-1), delta.reshape(-1), grad, spare, lists[0], lists[1], finds)
+    np.testing.assert_allclose(acts[:, -1].reshape(-1), output.detach(), rtol=1e-9)
+    np.testing.assert_allclose(apart(delta[:, : sizes[0]]) - 1, inputs.grad, rtol=0, atol=1e-9)
+    found = np.concatenate([part.grad.numpy().reshape(-1) for one in layers for part in (one.weight, one.bias)])  # type: ignore[union-attr]
+    np.testing.assert_allclose(grad, found, rtol=0, atol=1e-9)
+    if finds and hidden > 1 and asleep and asleep[0][0] == 2:
+        left = set(range(sizes[2])) - {unit for _, unit in asleep} if asleep[0][1] >= 0 else set()
+        assert set(lists[0][sizes[0] + sizes[1] :][: lists[1][2]]) <= left
 
 
 @njit
