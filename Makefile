@@ -33,13 +33,12 @@ ui: setup
 	@echo "MLflow on http://127.0.0.1:5000 (Ctrl-C ends it)"
 	$(PY) -m mlflow ui --backend-store-uri $${MLFLOW_TRACKING_URI:-sqlite:///mlflow.db} --host 127.0.0.1 --port 5000
 
-# --no-compile: half of the time went into byte code of modules that nobody imports; Python makes the rest of it when it is needed
 setup: .venv/ready
 
 .venv/ready: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 	test -x $(PY) || $(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check --requirement requirements.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
 	-$(PY) -m fedbench fetch filmtrust ml-100k ml-1m
 	touch $@
 

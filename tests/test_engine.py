@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -24,7 +26,7 @@ from fedbench.algorithm import Algorithm, Answer, Batch, Phase, Tensors, World
 from fedbench.draw import Draw, keys
 from fedbench.engine import Block, Engine, Spare, blocks, bytes_down, pack, sent_rows, vmapped
 from fedbench.federation import Federation
-from fedbench.fused import DotBCE
+from fedbench.fused import DotBCE, share_out
 from fedbench.split import Samples, orders, sample_round
 from fedbench.store import ClientStore
 from tests import loop_engine
@@ -467,3 +469,31 @@ def test_a_store_of_some_clients_trains_them_as_a_store_of_all_does(algorithm: A
     for name, value in stores[1].tensors.items():
         torch.testing.assert_close(value, stores[0].tensors[name][7:19], rtol=1e-9, atol=1e-9)
         assert len(value) == 12
+
+
+@pytest.mark.parametrize("clients", [0, 1, 2, 7, 100])
+@pytest.mark.parametrize("threads", [1, min(2, numba.config.NUMBA_NUM_THREADS)])
+def test_clients_are_shared_out_over_threads(threads: int, clients: int) -> None:
+    numba.set_num_threads(threads)
+    visits = np.zeros(clients, np.int64)
+    seen: set[int] = set()
+
+    def kernel(low: int, high: int, by: int) -> None:
+        assert low < high
+        visits[low:high] += by
+        seen.add(threading.get_ident())
+
+    share_out(kernel, clients, 3)
+    assert (visits == 3).all()
+    assert (threading.get_ident() in seen) == (clients > 0 and min(threads, clients) == 1)
+
+
+def test_what_fails_in_a_thread_is_raised() -> None:
+    numba.set_num_threads(min(2, numba.config.NUMBA_NUM_THREADS))
+
+    def kernel(low: int, high: int) -> None:
+        if high == 9:
+            raise ValueError("the last part")
+
+    with pytest.raises(ValueError, match="the last part"):
+        share_out(kernel, 9)

@@ -30,6 +30,7 @@ from fedbench.lanes import (
 from fedbench.layers import (
     SQUARE,
     backward,
+    compiled,
     copy,
     everybody,
     find_awake,
@@ -361,3 +362,18 @@ def test_zeros_begin_with_a_cache_line(kind: type) -> None:
     for n in range(1, 200, 7):
         array, place = made(n, np.empty(0, kind))
         assert array.shape == (n,) and array.dtype == kind and not array.any() and place % 64 == 0
+
+
+@compiled()
+def shifted(x: np.ndarray, by: int, twice: bool) -> float:
+    return x[by] * (2 if twice else 1)
+
+
+@njit
+def several(x: np.ndarray) -> float:
+    return shifted(x, 0, True) + shifted(x, 1, False) + shifted(x, x.size - 1, x.size > 2)
+
+
+def test_a_constant_is_no_reason_to_compile_again() -> None:
+    assert several(np.array([1.0, 2.0, 4.0])) == 12
+    assert len(shifted.signatures) == 1
