@@ -7,8 +7,10 @@ here instead of the generic path. Both do the same arithmetic; tests hold them t
 
 from __future__ import annotations
 
+import functools
 import math
-from concurrent.futures import ThreadPoolExecutor
+import os
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,6 +172,16 @@ def _quotients(m0: float, v0: float, m1: float, v1: float, pace: tuple[float, fl
 
 
 @compiled(inline="always")
+def _steps(
+    first: np.ndarray, second: np.ndarray, at: int, g0: float, g1: float, pace: tuple[float, float], tiny: float
+) -> tuple[float, float]:
+    """How far Adam moves the lanes at `at` and the ones after them."""
+    m0, v0 = _moments(first, second, at, g0, tiny)
+    m1, v1 = _moments(first, second, at + WIDTH, g1, tiny)
+    return _quotients(m0, square_root(v0), m1, square_root(v1), pace)
+
+
+@compiled(inline="always")
 def _first_steps(
     first: np.ndarray, second: np.ndarray, at: int, g0: float, g1: float, pace: tuple[float, float], tiny: float
 ) -> tuple[float, float]:
@@ -179,16 +191,6 @@ def _first_steps(
     put(second, at, g0 * g0 + tiny * tiny)
     put(second, at + WIDTH, g1 * g1 + tiny * tiny)
     return _quotients(g0, magnitude(g0), g1, magnitude(g1), pace)
-
-
-@compiled(inline="always")
-def _steps(
-    first: np.ndarray, second: np.ndarray, at: int, g0: float, g1: float, pace: tuple[float, float], tiny: float
-) -> tuple[float, float]:
-    """How far Adam moves the lanes at `at` and the ones after them."""
-    m0, v0 = _moments(first, second, at, g0, tiny)
-    m1, v1 = _moments(first, second, at + WIDTH, g1, tiny)
-    return _quotients(m0, square_root(v0), m1, square_root(v1), pace)
 
 
 @compiled(inline="always")
@@ -303,7 +305,7 @@ def _dot_step(
         put(slopes, s, error)
         loss = loss + value
     gp[:] = zero
-    products(slopes, 0, WIDTH, 1, q, 0, d * WIDTH, d, gp, 0, pos.size // WIDTH, slopes)
+    products(slopes, 0, WIDTH, 1, q, 0, by, d, gp, 0, pos.size // WIDTH, slopes)
     for s in range(0, pos.size, WIDTH):
         error, at = take(slopes, s), s * d
         if fresh:
@@ -1273,6 +1275,15 @@ class Clients:
         return self.tables, self.place, self.user, self.who, self.tables, np.full(len(self.who), -1), self.user, np.zeros(0, np.int64)
 
 
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """So many threads, which stay: to start them anew would take longer than scoring a few clients."""
+    return ThreadPoolExecutor(threads)
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
 def share_out(kernel: Any, clients: int, *arguments: Any) -> None:
     """kernel(low, high, *arguments) for parts of so many clients, on as many threads as numba is told to use.
 
@@ -1284,8 +1295,8 @@ def share_out(kernel: Any, clients: int, *arguments: Any) -> None:
             kernel(0, clients, *arguments)
         return
     parts = min(PARTS * threads, clients)
-    with ThreadPoolExecutor(threads) as pool:
-        done = [pool.submit(kernel, i * clients // parts, (i + 1) * clients // parts, *arguments) for i in range(parts)]
+    done = [_pool(threads).submit(kernel, i * clients // parts, (i + 1) * clients // parts, *arguments) for i in range(parts)]
+    wait(done)  # for all of them, also if one fails: what they are given is used again
     for one in done:
         one.result()
 
