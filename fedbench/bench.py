@@ -39,7 +39,7 @@ Figures = dict[str, Any]
 
 WARM_ROUNDS = 2
 """rounds before the measured ones: kernels compile, and clients have been sent something"""
-REPEATS, CALM = 3, 5.0
+REPEATS, CALM = 3, 10.0
 """measured rounds, and turns of the two engines; the best counts. More turns as long as they take less than so many seconds together: what
 disturbs a short training, such as a neighbour's use of memory, often lasts for seconds"""
 MOMENT, MANY = 1.0, 20
