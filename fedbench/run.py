@@ -114,7 +114,7 @@ class Compiling(Listener):
         if not self.said and event.data["dispatcher"].py_func.__module__ == fused.__name__:
             self.said = True
             with tqdm.external_write_mode():  # the bar makes way for a line
-                log.info("compiling the kernels of this method for this machine: half a minute or so, once; later runs find them")
+                log.info("compiling the kernels of this method for this machine: a minute or so, once; later runs find them")
 
     def on_end(self, event: Event) -> None:
         """Nothing to say: the round goes on."""
