@@ -146,6 +146,5 @@ class FedAvgNCF(SharedModel):
     def aggregate(self, server: Tensors, uploads: Uploads, draw: Draw) -> Tensors:
         changes: dict[str, Rows | Tensor] = {"items": uploads.rows("items"), "mlp": uploads.dense("mlp"), "head": uploads.dense("head")}
         if self.share_users:
-            n = len(uploads.clients)
-            changes["user"] = Rows(torch.arange(n, device=uploads.clients.device), uploads.clients, uploads.dense("user"), n)
+            changes["user"] = Rows(torch.ones_like(uploads.clients), uploads.clients, uploads.dense("user"))
         return self.step(server, changes, draw.when, uploads.dense("kept") if self.averages_whole else None)

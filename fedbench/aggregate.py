@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from functools import lru_cache, reduce
@@ -36,31 +37,42 @@ def alone(part: Tensor) -> Tensor:
 class Rows(NamedTuple):
     """Rows of a shared table as the clients sent them, in the order of the cohort. Where ranks share a run, each has its own clients'."""
 
-    client: Tensor
-    """[R] position in the cohort"""
+    counts: Tensor
+    """[n] how many each client of the cohort sent; of another rank's clients none are here"""
     item: Tensor
     """[R]"""
     value: Tensor
     """[R, ...]"""
-    clients: int
-    """in the cohort"""
     total: Callable[[Tensor], Tensor] = alone
     """sums what every rank made of its rows, maybe in place; all of them must ask for it"""
 
-    def combine(self, items: int, how: str, weight: Tensor | None = None, senders: Tensor | None = None) -> Tensor:
+    @property
+    def clients(self) -> int:
+        """In the cohort."""
+        return len(self.counts)
+
+    @property
+    def client(self) -> Tensor:
+        """[R] position in the cohort."""
+        return torch.arange(self.clients, device=self.item.device).repeat_interleave(self.counts)
+
+    def combine(self, items: int, how: str, weight: Tensor | None = None) -> Tensor:
         """[M, ...]: summed item by item, divided by nothing (sum), the cohort's size (cohort) or a row's senders (touching).
 
-        weight [n]: how much each client counts, in the sum and in what it is divided by; 1 if not given. senders [M]: if they are known.
+        weight [n]: how much each client counts, in the sum and in what it is divided by; 1 if not given.
         """
+        return self.combined(items, how, weight)[0]
+
+    def combined(self, items: int, how: str, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The same, and how many clients sent each row [M], or how much they count together."""
         shape = (-1, *[1] * (self.value.dim() - 1))
-        each = self.value if weight is None else self.value * weight.to(self.value)[self.client].view(shape)
-        total = self.total(summed_by_item(self.item, each, items))
-        if how == "sum":
-            return total
+        each = None if weight is None else weight.to(self.value)[self.client]
+        total, senders = map(self.total, summed_by_item(self.item, self.value, items, each))
         if how == "cohort":
-            return total / (self.clients if weight is None else weight.sum())
-        senders = self.senders(items, weight) if senders is None else senders
-        return total.div_(torch.where(senders > 0, senders, 1).view(shape))
+            total /= self.clients if weight is None else weight.sum()
+        elif how == "touching":
+            total /= torch.where(senders > 0, senders, 1).view(shape)
+        return total, senders
 
     def senders(self, items: int, weight: Tensor | None = None) -> Tensor:
         """[M]: how many clients sent a row of each item, or how much they count together."""
@@ -69,7 +81,8 @@ class Rows(NamedTuple):
 
     def sent(self) -> int:
         """How many rows, over all clients."""
-        return int(self.total(torch.tensor(len(self.item), device=self.item.device)))
+        own = len(self.item)
+        return own if self.total is alone else int(self.total(torch.tensor(own, device=self.item.device)))
 
 
 def one_block(work: Callable[[], Tensor]) -> Iterator[Tensor]:
@@ -121,25 +134,34 @@ class Tables(NamedTuple):
         return mixed
 
 
-def summed_by_item(item: Tensor, value: Tensor, items: int) -> Tensor:
-    """[R], [R, ...] -> [M, ...]: the rows of each item added up, in order."""
-    total = value.new_zeros(items, *value.shape[1:])
+def summed_by_item(item: Tensor, value: Tensor, items: int, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """[R], [R, ...] -> [M, ...], [M]: the rows of each item added up, in order, and how many they are; weight [R]: what each counts."""
+    total, count = value.new_zeros(items, *value.shape[1:]), value.new_zeros(items)
     if value.device.type != "cpu":
-        return total.index_add_(0, item, value)
+        each = value.new_ones(len(item)) if weight is None else weight
+        rows = value if weight is None else value * weight.view(-1, *[1] * (value.dim() - 1))
+        return total.index_add_(0, item, rows), count.index_add_(0, item, each)
+    each = value.new_ones(1) if weight is None else weight
     _add_rows(
-        item.numpy(), value.contiguous().flatten(1).numpy() if value.dim() > 1 else value.view(-1, 1).numpy(), total.view(items, -1).numpy()
+        item.numpy(),
+        value.contiguous().view(len(item), math.prod(value.shape[1:])).numpy(),
+        each.numpy(),
+        total.view(items, -1).numpy(),
+        count.numpy(),
     )
-    return total
+    return total, count
 
 
 @njit(nogil=True, cache=True)
-def _add_rows(item: np.ndarray, value: np.ndarray, total: np.ndarray) -> None:
+def _add_rows(item: np.ndarray, value: np.ndarray, weight: np.ndarray, total: np.ndarray, count: np.ndarray) -> None:
+    """weight: [R], or [1] for all."""
     for start in range(0, item.size, AHEAD):
         fetch(total, item[start + AHEAD : start + 2 * AHEAD])
         for r in range(start, min(start + AHEAD, item.size)):
-            row, add = total[item[r]], value[r]
+            row, add, one = total[item[r]], value[r], weight[r if weight.size > 1 else 0]
             for j in range(add.size):
-                row[j] += add[j]
+                row[j] += one * add[j]
+            count[item[r]] += one
 
 
 def mean_of_whole_tables(rows: Rows, table: Tensor, kept: Tensor) -> Tensor:

@@ -91,12 +91,11 @@ class Uploads:
 
     def only(self, keep: Tensor) -> Uploads:
         """The uploads of the clients where `keep` [n] is true."""
-        place, n = keep.cumsum(0) - 1, int(keep.sum())
         tensors: dict[str, Tensor | Rows | Tables] = {}
         for name, value in self.tensors.items():
             if isinstance(value, Rows):
-                mine = keep[value.client]
-                tensors[name] = Rows(place[value.client[mine]], value.item[mine], value.value[mine], n, value.total)
+                mine = keep.repeat_interleave(value.counts)
+                tensors[name] = Rows(value.counts[keep], value.item[mine], value.value[mine], value.total)
             elif isinstance(value, Tables):
                 tensors[name] = value.picked(keep.nonzero()[:, 0])
             else:
@@ -356,7 +355,8 @@ class Engine:
         stream = keys(self.seed, when, "shuffle", samples.clients)
         epochs = np.full(len(clients), self.algorithm.local_epochs) if epochs is None else epochs
         kind = 2 * epochs + sent
-        places = {some: self.places(samples.clients[kind == some], some % 2 == 1, answer, store) for some in map(int, np.unique(kind))}
+        kinds = np.flatnonzero(np.bincount(kind)).tolist()
+        places = {some: self.places(samples.clients[kind == some], some % 2 == 1, answer, store) for some in kinds}
         own_tables = any(name in store.tensors for name in self.algorithm.tables)
         stay = all(place and (own_tables or place[0].changes) for place in places.values())
         elastic = any(place and isinstance(place[0], fused.ElasticBCE) for place in places.values())
@@ -384,23 +384,23 @@ class Engine:
         store: ClientStore,
     ) -> tuple[Uploads, Tensor, int]:
         """The whole cohort at once, no block and no copy: kernels take a client's rows into the cache and write them back."""
-        a, n, counts, touched = self.algorithm, len(samples.clients), samples.counts, samples.touched
-        losses, updates = np.zeros(n), 0
+        a, counts, touched = self.algorithm, samples.counts, samples.touched
+        losses, updates = np.zeros(len(counts)), 0
         own_tables = any(name in store.tensors for name in a.tables)
         change: np.ndarray | None = None if own_tables else self.spare.empty(len(samples.row), a.dim, host_type(self.dtype))
         for some, place in places.items():
             assert place is not None
             plan, clients = place
-            at = np.flatnonzero(kind == some)
-            layout = (samples.ptr[at], counts[at], samples.local, samples.label, samples.row_ptr[at], touched[at], samples.row)
+            at = slice(None) if len(places) == 1 else np.flatnonzero(kind == some)
+            begin, row_begin = samples.ptr[:-1][at], samples.row_ptr[:-1][at]
+            layout = (begin, counts[at], samples.local, samples.label, row_begin, touched[at], samples.row)
             losses[at], steps = fused.train_in_place(
                 plan, (stream[at], *layout), clients, some // 2, a.samples_a_step, a.stop_below, isinstance(plan, fused.ElasticBCE), change
             )
             updates += int((steps * plan.trained(clients, touched[at])).sum())
         if change is None:
             return self.collect_own(store, samples), torch.from_numpy(losses), updates
-        client = torch.from_numpy(np.repeat(np.arange(n), touched))
-        rows = Rows(client, torch.from_numpy(samples.row.astype(np.int64)), torch.from_numpy(change), n)
+        rows = Rows(torch.from_numpy(touched), torch.from_numpy(samples.row), torch.from_numpy(change))
         return self.uploads(samples.clients, {plan.items: rows}), torch.from_numpy(losses), updates
 
     def train_in_blocks(
@@ -575,7 +575,7 @@ class Engine:
             item = torch.cat([block.rows.reshape(-1)[block.valid] for block, _ in parts])
             client = np.concatenate([np.repeat(block.position, block.touched) for block, _ in parts])
             order = torch.from_numpy(np.argsort(client, kind="stable")).to(self.device)
-            tensors[name] = Rows(torch.from_numpy(client).to(self.device)[order], item[order], value[order], len(samples.clients))
+            tensors[name] = Rows(torch.from_numpy(samples.touched).to(self.device), item[order], value[order])
         return self.uploads(samples.clients, tensors)
 
 

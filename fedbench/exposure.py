@@ -56,8 +56,8 @@ def exposure(uploads: Uploads, tables: tuple[str, ...], split: Split, seed: int,
 
 def _sent(tables: list[Rows], picked: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """CSR by picked client: the items whose rows it sent and the size of each row's change, over all tables."""
-    client = tables[0].client.cpu().numpy()
-    first, counts = np.searchsorted(client, picked), np.searchsorted(client, picked, side="right") - np.searchsorted(client, picked)
+    each = tables[0].counts.cpu().numpy()
+    first, counts = (np.cumsum(each) - each)[picked], each[picked]
     ptr = np.concatenate([[0], np.cumsum(counts)])
     at = torch.from_numpy(np.repeat(first - ptr[:-1], counts) + np.arange(ptr[-1])).to(tables[0].item.device)
     square = torch.stack([flat(rows.value[at]).square().sum(1) for rows in tables]).sum(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -117,7 +118,7 @@ class Federation:
         if not len(cohort):
             return Round(Uploads(engine.world, torch.empty(0, dtype=torch.int64)), torch.empty(0), 0, 0)
         epochs = failures.epochs(cohort, *now, a.local_epochs)
-        self.counts["stragglers"] += int((epochs < a.local_epochs).sum())
+        self.counts["stragglers"] += int((epochs < a.local_epochs).sum()) if failures.stragglers else 0
         mine = self.own(cohort)
 
         def part() -> Round | None:
@@ -125,9 +126,9 @@ class Federation:
                 return None
             return engine.run_cohort(self.server, self.store, self.samples(self.round, cohort[mine]), self.round, epochs[mine])
 
-        result = ranks.joined(part, engine.uploads(cohort, {}), mine.start, a.tables)
-        lost = ~result.loss.isfinite()
-        if lost.any():
+        result = ranks.joined(part, lambda: engine.uploads(cohort, {}), mine.start, a.tables)
+        if not math.isfinite(result.loss.sum()):
+            lost = ~result.loss.isfinite()
             if lost.all() or not a.reconstructs:
                 first = self.split.user_ids[cohort[int(lost.nonzero()[0])]]
                 raise Diverged(self.round, f"the training loss of {int(lost.sum())} of {len(cohort)} clients (the first is user {first})")
@@ -147,7 +148,8 @@ class Federation:
 
     def own(self, cohort: np.ndarray) -> slice:
         """Where those of the ascending client numbers stand that are in this rank's store."""
-        return slice(*np.searchsorted(cohort, [self.store.clients.start, self.store.clients.stop]))
+        own = self.store.clients
+        return slice(0, len(cohort)) if len(own) == len(self.visits) else slice(*np.searchsorted(cohort, [own.start, own.stop]))
 
     def central_round(self, algorithm: Central, pool: Pool) -> Round:
         """One pass over everybody's samples in one place: nobody is visited and nothing travels."""
@@ -286,7 +288,7 @@ def world_of(split: Split) -> World:
 def finite(server: Tensors) -> Tensors:
     """The server's tensors, if their sums are finite."""
     for name, value in server.items():
-        if not value.sum().isfinite():
+        if not math.isfinite(value.sum()):
             raise NotFinite(f"the server's {name}")
     return server
 

@@ -16,11 +16,12 @@ def newton_step(server: Tensors, rows: Rows, statistic: Tensor, a0: float, l2: f
     server: V as "items", how often item i was sent as "count", and the clients seen so far as "visits".
     """
     items, n = server["items"], rows.clients
-    count = server["count"] + rows.senders(len(items))
+    total, senders = rows.combined(len(items), "sum")
+    count = server["count"] + senders
     visits = server["visits"] + n
     weight = (count / visits + a0)[:, None]
     mean = unpacked(statistic, items.shape[1]) / n
-    gradient = a0 * items @ mean - rows.combine(len(items), "sum") / n + l2 * weight * items
+    gradient = a0 * items @ mean - total / n + l2 * weight * items
     curvature, basis = torch.linalg.eigh(mean)
     # an item that nobody has sent yet has weight 0 on ratings, and no gradient either
     step = (gradient @ basis) / (weight.clamp(min=1 / visits) * (curvature.clamp(min=0) + l2)) @ basis.T

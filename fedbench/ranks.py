@@ -323,16 +323,17 @@ def dealt(work: Callable[[], Tensor], device: str, own: range | list[int] | None
     return part
 
 
-def joined(work: Callable[[], Round | None], nobody: Uploads, start: int, tables: tuple[str, ...]) -> Round:
+def joined(work: Callable[[], Round | None], make: Callable[[], Uploads], start: int, tables: tuple[str, ...]) -> Round:
     """The round of a whole cohort, of which each rank runs a part (None if it has no client of it), its clients from `start` on.
 
     Uploads named in `tables`, whole or rows of them, stay where they are; all else goes to every rank.
-    nobody: the uploads of the cohort with nothing in them yet.
+    make: gives the uploads of the cohort with nothing in them yet.
     """
     if count() == 1:
         alone = work()
         assert alone is not None
         return alone
+    nobody = make()
     rows: dict[str, Rows] = {}
     whole: Tensors = {}
 
@@ -366,7 +367,8 @@ def joined(work: Callable[[], Round | None], nobody: Uploads, start: int, tables
 
 def placed(own: Rows | None, none: Tensor, clients: int, start: int) -> Rows:
     """This rank's rows in the whole cohort, where its first client stands at `start`; `none` [0, ...] if it has no client there."""
+    counts = torch.zeros(clients, dtype=torch.int64, device=none.device)
     if own is None:
-        nobody = torch.empty(0, dtype=torch.int64, device=none.device)
-        return Rows(nobody, nobody, none, clients, total)
-    return Rows(own.client + start, own.item, own.value, clients, total)
+        return Rows(counts, counts[:0], none, total)
+    counts[start : start + own.clients] = own.counts
+    return Rows(counts, own.item, own.value, total)

@@ -67,9 +67,8 @@ class SharedModel(Algorithm):
             elif kept is not None and self.average == "cohort":
                 moves, mean = value.new_ones((), dtype=torch.bool), mean_of_whole_tables(change, value, kept)
             else:
-                senders = change.senders(len(value))
+                mean, senders = change.combined(len(value), self.average, weight)
                 moves = (senders > 0).view(-1, *[1] * (value.dim() - 1))
-                mean = change.combine(len(value), self.average, weight, senders if weight is None else None)
             state = {part: server.get(f"{name}/{part}") for part in STATE[self.server]}
             new, state = optimizer_step(self.server, self.server_rate(when), value, mean, state, moves)
             moved |= {name: new, **{f"{name}/{part}": tensor for part, tensor in state.items() if tensor is not None}}

@@ -6,9 +6,10 @@ A rating split holds out ratings instead: a fold of all ratings, or half the rat
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -180,7 +181,9 @@ def _candidates(stream: np.ndarray, ptr: np.ndarray, seen: np.ndarray, items: in
 
 def _from_counts(counts: np.ndarray) -> np.ndarray:
     """CSR pointers of lists with these lengths."""
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    ptr = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=ptr[1:])
+    return ptr
 
 
 def _lists(ptr: np.ndarray, which: np.ndarray) -> np.ndarray:
@@ -398,13 +401,13 @@ class Samples:
     row: np.ndarray
     """[R] int32: item numbers of the touched rows, in order of first use"""
 
-    @property
+    @cached_property
     def counts(self) -> np.ndarray:
-        return np.diff(self.ptr)
+        return self.ptr[1:] - self.ptr[:-1]
 
-    @property
+    @cached_property
     def touched(self) -> np.ndarray:
-        return np.diff(self.row_ptr)
+        return self.row_ptr[1:] - self.row_ptr[:-1]
 
 
 @njit(cache=True)
@@ -598,7 +601,7 @@ def cohort_of(round_: int, clients: int, n: int, sampling: str, seed: int) -> np
         return np.arange(clients)
     if sampling == "queue":
         return np.sort(_queue(clients, seed)[((round_ - 1) * n + np.arange(n)) % clients])
-    most = n + 6 * np.sqrt(n) + 6  # hashes are spread evenly, so only those below a bound that surely leaves n are sorted
+    most = n + 6 * math.sqrt(n) + 6  # hashes are spread evenly, so only those below a bound that surely leaves n are sorted
     if most < clients / 2:
         some, key = _below_bound(purpose_base(seed, round_, "cohort"), clients, np.uint64(most / clients * 2.0**64), int(2 * most))
         if n <= len(some) < int(2 * most):

@@ -155,9 +155,9 @@ def stack(algorithm: Algorithm, world: World, kept: Tensors, samples: Samples, u
     tensors: dict[str, Tensor | Rows] = {}
     for name in uploaded[0][1]:
         if name in algorithm.tables and name not in kept:
-            client = torch.repeat_interleave(torch.arange(len(uploaded)), torch.tensor([len(rows) for rows, _ in uploaded]))
+            counts = torch.tensor([len(rows) for rows, _ in uploaded])
             item = torch.cat([rows for rows, _ in uploaded])
-            tensors[name] = Rows(client, item, torch.cat([one[name] for _, one in uploaded]), len(uploaded))
+            tensors[name] = Rows(counts, item, torch.cat([one[name] for _, one in uploaded]))
         else:
             tensors[name] = torch.stack([one[name] for _, one in uploaded])
     return Uploads(world, torch.from_numpy(samples.clients), tensors, algorithm.travels_whole(world), algorithm.summed)

@@ -174,7 +174,8 @@ def test_combine_against_loops(shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
     sent = [(c, int(i)) for c in range(clients - 1) for i in rng.permutation(items - 2)[: rng.integers(1, 6)]]
     value = normal(len(sent), *shape)
-    rows = Rows(torch.tensor([c for c, _ in sent]), torch.tensor([i for _, i in sent]), value, clients)
+    counts = torch.bincount(torch.tensor([c for c, _ in sent]), minlength=clients)
+    rows = Rows(counts, torch.tensor([i for _, i in sent]), value)
     got = {how: rows.combine(items, how) for how in aggregate.AVERAGES}
     for item in range(items):
         mine = [value[r] for r, (_, i) in enumerate(sent) if i == item]
@@ -196,6 +197,10 @@ def test_weighted_tables_against_a_loop() -> None:
 def test_rows_of_an_item_are_added_up(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     item, value = torch.randint(0, 7, (40,)), torch.randn(40, *shape, dtype=torch.float64)
-    expected = torch.zeros(9, *shape, dtype=torch.float64).index_add_(0, item, value)
-    torch.testing.assert_close(summed_by_item(item, value, 9), expected, rtol=1e-14, atol=1e-14)
-    assert not summed_by_item(item[:0], value[:0], 9).any()
+    for weight in (None, torch.rand(40, dtype=torch.float64)):
+        each = torch.ones(40, dtype=torch.float64) if weight is None else weight
+        total, count = summed_by_item(item, value, 9, weight)
+        expected = torch.zeros(9, *shape, dtype=torch.float64).index_add_(0, item, each.view(-1, *[1] * len(shape)) * value)
+        torch.testing.assert_close(total, expected, rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(count, torch.bincount(item, each, minlength=9), rtol=1e-14, atol=0)
+        assert not any(part.any() for part in summed_by_item(item[:0], value[:0], 9))

@@ -32,22 +32,21 @@ def test_rows_against_scikit_learn() -> None:
     """Half of a client's items and some others are sent; changes take few values, so that there are ties."""
     parts, rng = small_split(), np.random.default_rng(0)
     clients = np.array([1, 4, 9, 20])
-    client, item, value, bias, expected = [], [], [], [], []
-    for position, one in enumerate(clients):
+    item, value, bias, expected = [], [], [], []
+    for one in clients:
         truth = rated(parts, one)
         sent = np.flatnonzero(rng.random(parts.items) < np.where(truth, 0.7, 0.2))
         change, shift = rng.integers(0, 3, (len(sent), 2)).astype(np.float32), rng.integers(0, 2, len(sent)).astype(np.float32)
         guess = np.full(parts.items, -1.0)
         guess[sent] = (change**2).sum(1) + shift**2
         expected.append((roc_auc_score(truth, guess), roc_auc_score(truth, guess >= 0)))
-        client += [position] * len(sent)
         item.append(sent)
         value.append(change)
         bias.append(shift)
-    index = torch.tensor(client), torch.from_numpy(np.concatenate(item))
+    index = torch.tensor([len(sent) for sent in item]), torch.from_numpy(np.concatenate(item))
     tensors = {
-        "items": Rows(*index, torch.from_numpy(np.concatenate(value)), len(clients)),
-        "bias": Rows(*index, torch.from_numpy(np.concatenate(bias)), len(clients)),
+        "items": Rows(*index, torch.from_numpy(np.concatenate(value))),
+        "bias": Rows(*index, torch.from_numpy(np.concatenate(bias))),
         "layer": torch.ones(len(clients), 3),
     }
     uploads = Uploads(world_of(parts), torch.from_numpy(clients), tensors)

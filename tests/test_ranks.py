@@ -274,12 +274,13 @@ def seen_of(uploads: Uploads) -> dict[str, Any]:
 def test_rows_on_several_ranks_count_as_those_of_one() -> None:
     client = torch.tensor([0, 0, 2, 3, 4, 4, 4, 6])  # clients 1 and 5 sent nothing
     item, value = torch.tensor([4, 1, 4, 0, 1, 2, 4, 1]), torch.rand(8, 2, dtype=torch.float64)
-    uploads = Uploads(World(9, 5), torch.tensor([0, 2, 3, 4, 5, 7, 8]), {"items": Rows(client, item, value, 7), "samples": torch.rand(7)})
+    counts = torch.bincount(client)
+    uploads = Uploads(World(9, 5), torch.tensor([0, 2, 3, 4, 5, 7, 8]), {"items": Rows(counts, item, value), "samples": torch.rand(7)})
     expected = seen_of(uploads)
 
     def on_rank(everybody: Callable[[Tensor], list[Tensor]], share: range) -> dict[str, Any]:
         mine = (client >= share.start) & (client < share.stop)
-        own = Rows(client[mine] - share.start, item[mine], value[mine], len(share)) if share else None
+        own = Rows(counts[share.start : share.stop], item[mine], value[mine]) if share else None
         rows = ranks.placed(own, value[:0], 7, share.start)
         assert rows.total is ranks.total
         rows = rows._replace(total=lambda part: torch.stack(everybody(part)).sum(0))

@@ -37,7 +37,7 @@ def rounds(kind: str, value: Tensor, sent: list[dict[int, Tensor]]) -> Tensors:
     server: Tensors = {"items": value}
     for rows in sent:
         change = torch.stack([*rows.values()]) if rows else value.new_zeros(0, value.shape[1])
-        uploaded = Rows(torch.zeros(len(rows), dtype=torch.int64), torch.tensor([*rows], dtype=torch.int64), change, 1)
+        uploaded = Rows(torch.tensor([len(rows)]), torch.tensor([*rows], dtype=torch.int64), change)
         server = SharedModel(server=kind, server_lr=0.3).step(server, {"items": uploaded}, when=1)
     return server
 
@@ -95,7 +95,7 @@ def test_mean_of_whole_tables_by_hand() -> None:
         whole[client, item] = torch.tensor(row, dtype=torch.float64)
     client, item = (torch.tensor(column) for column in zip(*trained, strict=True))
     value = torch.tensor([*trained.values()], dtype=torch.float64) - table[item]
-    found = table + mean_of_whole_tables(Rows(client, item, value, 2), table, kept)
+    found = table + mean_of_whole_tables(Rows(torch.bincount(client), item, value), table, kept)
     torch.testing.assert_close(found, whole.mean(0), rtol=1e-12, atol=1e-12)
 
 
