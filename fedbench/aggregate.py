@@ -71,7 +71,7 @@ class Rows(NamedTuple):
         if how == "cohort":
             total /= self.clients if weight is None else weight.sum()
         elif how == "touching":
-            total /= torch.where(senders > 0, senders, 1).view(shape)
+            total /= senders.clamp(min=torch.finfo(senders.dtype).tiny).view(shape)  # of an item that nobody sent the total is 0
         return total, senders
 
     def senders(self, items: int, weight: Tensor | None = None) -> Tensor:

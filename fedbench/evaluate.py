@@ -171,6 +171,7 @@ class Evaluator:
         self.algorithm, self.split, self.device = algorithm, split, device
         self.own = range(split.clients) if own is None else own
         self.kernels = kernels and device == "cpu"
+        self.ready: tuple[Answer, fused.Layers] | None = None
         self.at_start = np.zeros((4, 0), np.int64)
         """[4, U] sampled and full ranks of clients that never took part, 0 if not known yet; empty while there are none"""
 
@@ -210,10 +211,8 @@ class Evaluator:
         if plan and place:
             return torch.from_numpy(fused.score(plan, place, ranked))
         if isinstance(plan, fused.NeuMFBCE):
-            own = store.read(clients)
-            personal = {} if answer.slot is None else {name: value[answer.slot[clients]] for name, value in answer.personal.items()}
-            model = {name: value.numpy() for name, value in {**own, **answer.shared, **personal}.items()}
-            return torch.from_numpy(fused.score_layers(plan, model, ranked))
+            users = answer.personal[plan.user][answer.slot[clients]] if answer.slot is not None else store.read(clients)[plan.user]
+            return torch.from_numpy(self.layers(plan, answer).score(users.numpy(), ranked))
         tables = self.algorithm.tables
         own = store.read(clients) if items is None else store.rows(clients, items, tables)
         if not sent:
@@ -221,6 +220,12 @@ class Evaluator:
         return vmapped(
             self.algorithm.score, own, sent_whole(answer, clients) if items is None else sent_rows(answer, clients, items, tables)
         )
+
+    def layers(self, plan: fused.NeuMFBCE, answer: Answer) -> fused.Layers:
+        """What all clients are sent, made ready to score with, once for all chunks of an evaluation."""
+        if self.ready is None or self.ready[0] is not answer:
+            self.ready = answer, fused.Layers.of(plan, {name: value.numpy() for name, value in answer.shared.items()})
+        return self.ready[1]
 
     def sampled_ranks(self, store: ClientStore, answer: Answer) -> dict[str, np.ndarray]:
         """{"val": [U], "test": [U]} among the sampled candidates."""

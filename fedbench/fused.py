@@ -1014,7 +1014,7 @@ def score_neumf(
     high: int,
     base: np.ndarray,
     both: np.ndarray,
-    part: np.ndarray,
+    first: np.ndarray,
     rows: np.ndarray,
     items: np.ndarray,
     sizes: np.ndarray,
@@ -1024,28 +1024,34 @@ def score_neumf(
 ) -> None:
     """out [C, K]: NeuMF's logits of items[c] (or items[0] for all), from what depends on the user or the item alone.
 
-    The first layer's products are base [C, h] (of the user, bias included) and part [h, M] (of the items); both [C, d] is the user's
-    row times the head, rows [d, M] the items' rows; `sizes` and `upper` are the layers above the first.
+    The first layer's products are base [C, h] (of the user, bias included) and first [M, h] (of the items); both [C, d] is the user's
+    row times the head, rows [M, d] the items' rows; `sizes` and `upper` are the layers above the first.
     """
     zero = base.dtype.type(0)
-    d, hidden, deep, layers = rows.shape[0], sizes[0], sizes[-1], sizes.sum()
-    for c in range(low, high):
+    d, hidden, deep, by = rows.shape[1], sizes[0], sizes[-1], sizes.sum() * WIDTH
+    acts, theirs, gmf, logit = zeros(by * TILE // WIDTH, base), zeros(hidden * TILE, base), zeros(d * TILE, base), zeros(TILE, base)
+    alike = high - low if len(items) == 1 else 1  # clients that have the same items scored: these are put side by side once
+    for c in range(low, high, alike):
         mine = items[c % len(items)]
-        acts, gmf, logit = zeros(layers * TILE, base), zeros(d * TILE, base), zeros(TILE, base)
         for start in range(0, mine.size, TILE):
             some = mine[start : start + TILE]
             blocks = padded(some.size) // WIDTH
-            for s in range(some.size):
-                first, second = s // WIDTH * d * WIDTH + s % WIDTH, s // WIDTH * layers * WIDTH + s % WIDTH
-                for j in range(d):
-                    gmf[first + j * WIDTH] = rows[j, some[s]]
-                for o in range(hidden):
-                    acts[second + o * WIDTH] = max(base[c, o] + part[o, some[s]], zero)
-            forward(upper, sizes, acts, blocks, 0, False)
-            for b in range(blocks):
-                gmf_part = mixed(spread(head[d + deep]), gmf, b * d * WIDTH, d, both[c], 0, 1)
-                put(logit, b * WIDTH, mixed(gmf_part, acts, ((b + 1) * layers - deep) * WIDTH, deep, head, d, 1))
-            out[c, start : start + TILE] = logit[: some.size]
+            if alike == 1:
+                fetch(first, some)
+                fetch(rows, some)
+            take_rows(first, some, theirs, 0, hidden * WIDTH)
+            take_rows(rows, some, gmf, 0, d * WIDTH)
+            for who in range(c, c + alike):
+                for b in range(blocks):
+                    for o in range(hidden):
+                        value = take(theirs, (b * hidden + o) * WIDTH) + repeat(base[who], o)
+                        put(acts, b * by + o * WIDTH, pick(value, zero, value, spread(zero)))
+                forward(upper, sizes, acts, blocks, 0, False)
+                for b in range(blocks):
+                    part = mixed(spread(head[d + deep]), gmf, b * d * WIDTH, d, both[who], 0, 1)
+                    put(logit, b * WIDTH, mixed(part, acts, (b + 1) * by - deep * WIDTH, deep, head, d, 1))
+                for s in range(some.size):
+                    out[who, start + s] = logit[s]
 
 
 @compiled(inline="always")
@@ -1335,18 +1341,39 @@ def score(plan: DotBCE, clients: Clients, items: np.ndarray) -> np.ndarray:
     return out
 
 
-def score_layers(plan: NeuMFBCE, model: dict[str, np.ndarray], items: np.ndarray) -> np.ndarray:
-    """The same by users [C, w], an item table [M, w] and layers that all share."""
-    user, table, mlp, head = (model[name] for name in (plan.user, plan.items, plan.mlp, plan.head))
-    half, hidden = plan.layers[0] // 2, plan.layers[1]
-    d = user.shape[1] - half
-    first, bias, upper = np.split(mlp, [2 * half * hidden, (2 * half + 1) * hidden])
-    of_user, of_item = np.split(first.reshape(hidden, 2 * half), 2, axis=1)
-    base, part = user[:, d:] @ of_user.T + bias, np.ascontiguousarray(of_item @ table[:, d:].T)
-    out = np.empty((len(user), items.shape[1]), user.dtype)
-    rows, sizes = np.ascontiguousarray(table[:, :d].T), np.array(plan.layers[1:])
-    share_out(score_neumf, len(out), base, user[:, :d] * head[:d], part, rows, items, sizes, upper, head, out)
-    return out
+@dataclass(frozen=True)
+class Layers:
+    """A NeuMF that all clients share, with the products of its first layer and all item rows."""
+
+    of_user: np.ndarray
+    """[h, w'] the first layer's weights of the user's half"""
+    bias: np.ndarray
+    """[h]"""
+    first: np.ndarray
+    """[M, h] the first layer's products with the items' half"""
+    rows: np.ndarray
+    """[M, d] the items' embeddings that are multiplied"""
+    sizes: np.ndarray
+    upper: np.ndarray
+    """numbers of the layers above the first"""
+    head: np.ndarray
+
+    @classmethod
+    def of(cls, plan: NeuMFBCE, model: dict[str, np.ndarray]) -> Layers:
+        table, mlp, head = (model[name] for name in (plan.items, plan.mlp, plan.head))
+        half, hidden = plan.layers[0] // 2, plan.layers[1]
+        d = table.shape[1] - half
+        weights, bias, upper = np.split(mlp, [2 * half * hidden, (2 * half + 1) * hidden])
+        of_user, of_item = np.split(weights.reshape(hidden, 2 * half), 2, axis=1)
+        return cls(of_user, bias, table[:, d:] @ of_item.T, table[:, :d].copy(), np.array(plan.layers[1:]), upper, head)
+
+    def score(self, user: np.ndarray, items: np.ndarray) -> np.ndarray:
+        """Users [C, w] and their items, [C, K] or [1, K] -> [C, K]"""
+        d = self.rows.shape[1]
+        base, both = user[:, d:] @ self.of_user.T + self.bias, user[:, :d] * self.head[:d]
+        out = np.empty((len(user), items.shape[1]), user.dtype)
+        share_out(score_neumf, len(out), base, both, self.first, self.rows, items, self.sizes, self.upper, self.head, out)
+        return out
 
 
 def train(
