@@ -21,7 +21,7 @@ from fedbench.errors import FedbenchError, NotFinite
 from fedbench.evaluate import Evaluator
 from fedbench.failures import Failures
 from fedbench.split import TRAIN, Samples, Split, cohort_of, sample_round
-from fedbench.store import ClientStore, Disk, Picked, at_once, filled, room_for
+from fedbench.store import ClientStore, Disk, Picked, at_once, filled, fits, room_for
 
 COUNTED = ("dropped", "stragglers", "rejected")
 FROZEN_BYTES = 1 << 26
@@ -71,17 +71,23 @@ class Federation:
         folder: Path | None = None,
         **engine: Any,
     ) -> Federation:
-        """Round 0: the server and all clients initialised. See `room_for` for `client_store` and `folder`."""
+        """Round 0: the server and all clients initialised.
+
+        client_store: see `room_for`, or auto: in memory if it fits there now, else in `folder`, on all ranks alike
+        """
         world = world_of(split)
         draw = Draw(seed, 0, None, dtype, device)
         runs = Engine(algorithm, world, seed, device, dtype, **engine)
         own = ranks.share(split.train_counts)
+        if client_store == "auto":
+            roomy = device != "cpu" or folder is None or fits(algorithm, world, draw, len(own) * ranks.on_this_machine())
+            client_store = "mmap" if ranks.anywhere(not roomy)[0] else "ram"
         return cls(
             algorithm,
             split,
             runs,
             algorithm.init_server(world, draw),
-            ClientStore(algorithm, world, draw, room_for(client_store, folder, algorithm, world, draw), own),
+            ClientStore(algorithm, world, draw, room_for(client_store, folder, device), own),
             Evaluator(algorithm, split, device, runs.kernels, own),
             seed,
             visits=np.zeros(split.clients, np.int64),
@@ -192,7 +198,7 @@ class Federation:
 
     def is_own(self, name: str) -> bool:
         """Whether ranks that share the run have a part each of what `state` calls so."""
-        return name.startswith("client/") or name.removeprefix("server/") in self.algorithm.mailed
+        return name == "clients" or name.startswith("client/") or name.removeprefix("server/") in self.algorithm.mailed
 
     def state(self) -> dict[str, Tensor | Picked]:
         """What the server and all clients hold, by name; not copied. On disk: what the `clients` hold that have taken part."""
@@ -206,9 +212,8 @@ class Federation:
             server[f"server/{name}"] = Picked(self.server[name], slot[has], room)
             server["server/slot"] = torch.where(has, has.cumsum(0) - 1, -1)
         clients = torch.from_numpy(np.flatnonzero(kept))
-        return (
-            server | {"clients": clients} | {f"client/{name}": Picked(value, clients, room) for name, value in self.store.tensors.items()}
-        )
+        rows = self.store.place(clients)
+        return server | {"clients": clients} | {f"client/{name}": Picked(value, rows, room) for name, value in self.store.tensors.items()}
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state` gave; names and shapes of what clients hold must be those of this federation."""

@@ -16,9 +16,9 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from fedbench.aggregate import BLOCK, Rows, Tables
 from fedbench.algorithm import Tensors
 from fedbench.engine import Round, Uploads
 from fedbench.errors import DataError, FedbenchError, NotFinite, UsageError
+from fedbench.store import Memory, Picked, at_once
 
 TIMEOUT = timedelta(minutes=30)
 """a rank that says nothing for so long is lost; one that ended is noticed at once"""
@@ -209,9 +210,69 @@ def agree(what: str, word: Callable[[], str]) -> None:
             raise UsageError(f"rank {rank} has {what} than rank 0 ({other}, not {words[0]}); give all machines the same")
 
 
-def told(work: Callable[[], Any]) -> Any:
-    """What `work` gives on the first rank, where alone it is done; values of JSON."""
-    return exchanged(lambda: work() if is_first() else None)[0]
+def told(work: Callable[[], Any], lent: Sequence[Picked] = ()) -> Any:
+    """What `work` gives on the first rank, where alone it is done; values of JSON. Meanwhile the others lend it rows, see `Spread`."""
+    return exchanged(lambda: _served(work, len(lent)) if is_first() else _serve(lent))[0]
+
+
+def _served(work: Callable[[], Any], lent: int) -> Any:
+    try:
+        return work()
+    finally:
+        for rank in range(1, count()) if lent else ():
+            with peers():
+                dist.send(torch.tensor([-1, 0, 0]), rank)
+
+
+def _serve(lent: Sequence[Picked]) -> None:
+    """Send the first rank the rows that it asks for, until it needs no more."""
+    while lent:
+        asked = torch.empty(3, dtype=torch.int64)
+        with peers():
+            dist.recv(asked, 0)
+            which, start, stop = asked.tolist()
+            if which < 0:
+                return
+            dist.send(lent[which].tensor[lent[which].rows[start:stop]], 0)
+        lent[which].room.release()
+
+
+@dataclass(frozen=True)
+class Spread(Picked):
+    """Rows that lie on all ranks, in their order: the first, whose own these are, reads the others' while those serve."""
+
+    counts: Sequence[int] = ()
+    """rows on each rank"""
+    which: int = 0
+    """of all that is lent"""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(self.counts), *self.tensor.shape[1:])
+
+    def chunks(self) -> Iterator[Tensor]:
+        """Asked for one by one: who reads may give up in between."""
+        yield from super().chunks()
+        size = at_once(self.tensor)
+        for rank, rows in enumerate(self.counts[1:], start=1):
+            for start in range(0, rows, size):
+                stop = min(start + size, rows)
+                chunk = self.tensor.new_empty(stop - start, *self.shape[1:])
+                with peers():
+                    dist.send(torch.tensor([self.which, start, stop]), rank)
+                    dist.recv(chunk, rank)
+                yield chunk
+
+
+def spread(pieces: Mapping[str, Picked]) -> dict[str, Picked]:
+    """The same with the rows of all ranks, for the first to read; names and their order are the same everywhere."""
+    if not pieces:
+        return {}
+    counts = exchanged(lambda: [len(piece.rows) for piece in pieces.values()])
+    return {
+        name: Spread(piece.tensor, piece.rows, piece.room, [rank[which] for rank in counts], which)
+        for which, (name, piece) in enumerate(pieces.items())
+    }
 
 
 def totals(*numbers: int) -> list[int]:
@@ -293,8 +354,8 @@ def passed(work: Callable[[], Tensor]) -> Iterator[Tensor]:
             yield some
 
 
-def dealt(work: Callable[[], Tensor], device: str, own: range | list[int] | None = None) -> Tensor:
-    """This rank's rows, or all of it, of the tensor that `work` gives on the first rank."""
+def dealt(work: Callable[[], Tensor], device: str, own: range | list[int] | None = None, room: Memory = Memory()) -> Tensor:  # noqa: B008
+    """This rank's rows, or all of it, of the tensor that `work` gives on the first rank; in `room`, where they go in chunks."""
     if count() == 1:
         return work()
     whole = torch.empty(0)
@@ -304,23 +365,43 @@ def dealt(work: Callable[[], Tensor], device: str, own: range | list[int] | None
         whole = work() if is_first() else whole
         return [str(whole.dtype), list(whole.shape), {"from": own.start, "to": own.stop} if isinstance(own, range) else own]
 
-    def part_of(rows: dict[str, int] | list[int] | None) -> Tensor:
-        return whole if rows is None else whole[rows["from"] : rows["to"]] if isinstance(rows, dict) else whole[rows]
+    def part_of(rows: dict[str, int] | list[int] | None) -> Tensor | Picked:
+        if isinstance(rows, list):
+            return Picked(whole, torch.tensor(rows, dtype=torch.int64, device=whole.device), Memory())
+        return whole if rows is None else whole[rows["from"] : rows["to"]]
 
     words = exchanged(facts)
-    dtype, shape, mine = words[0]
+    dtype, shape, rows = words[0]
     if is_first():
-        with peers():
-            for rank, (_, _, rows) in enumerate(words[1:], start=1):
-                part = part_of(rows)
-                if part.numel():
-                    dist.send(part.to(device).contiguous(), rank)
-        return part_of(mine)
-    part = torch.empty(shape if own is None else [len(own), *shape[1:]], dtype=DTYPES[dtype], device=device)
-    with peers():
-        if part.numel():
-            dist.recv(part, 0)
+        for rank, (_, _, theirs) in enumerate(words[1:], start=1):
+            for chunk in in_chunks(part_of(theirs)):
+                with peers():
+                    dist.send(chunk.to(device).contiguous(), rank)
+        found = part_of(rows)
+        if isinstance(found, Tensor):
+            return found
+        come = in_chunks(found)
+    room, shape = (Memory(), shape) if own is None else (room, [len(own), *shape[1:]])
+    part = room.allocate(tuple(shape), DTYPES[dtype], device)
+    room.reserve(part, np.arange(shape[0] if shape else 0))
+    for chunk in in_chunks(part):
+        if is_first():
+            chunk.copy_(next(come))
+        else:
+            with peers():
+                dist.recv(chunk, 0)
+        room.release()
     return part
+
+
+def in_chunks(value: Tensor | Picked) -> Iterator[Tensor]:
+    """Its rows, some at once, if there are any numbers."""
+    if not math.prod(value.shape):
+        return
+    if isinstance(value, Picked):
+        yield from value.chunks()
+    else:
+        yield from value.split(at_once(value)) if value.dim() else [value]
 
 
 def joined(work: Callable[[], Round | None], make: Callable[[], Uploads], start: int, tables: tuple[str, ...]) -> Round:

@@ -88,7 +88,7 @@ def run(config: RunConfig) -> dict[str, Any]:
     if config.threads or ranks.count() > 1:
         set_threads(pool.threads_each(config.threads, ranks.on_this_machine()))
     if ranks.count() > 1:
-        check_shared(config.algorithm, config.client_store)
+        check_shared(config.algorithm)
         device = ranks.own_device(device)
     ranks.join(device)
     ranks.agree("other flags", config.hash8)
@@ -144,7 +144,7 @@ def carry_out(
         describe(dataset, parts, config, device, out)
         dtype = torch.float64 if config.dtype == "float64" else torch.float32
         how: dict[str, Any] = {"kernel": config.kernel, "block_rows": config.block_rows, "compile": config.compile}
-        how |= {"client_store": config.client_store if ranks.count() == 1 else "ram", "folder": out}
+        how |= {"client_store": config.client_store, "folder": out}
         start = partial(Federation.start, config.algorithm, seed=config.seed, device=device, dtype=dtype, failures=config.failures, **how)
         federation = start(split=parts)
         describe_store(federation, config)
@@ -325,10 +325,8 @@ def check_cohort(algorithm: Algorithm, parts: Split) -> None:
     algorithm.check(world_of(parts))
 
 
-def check_shared(algorithm: Algorithm, client_store: str) -> None:
+def check_shared(algorithm: Algorithm) -> None:
     """Refuse what ranks cannot share out."""
-    if client_store not in ("auto", "ram"):
-        raise UsageError(f"--client-store {client_store}: each rank keeps its clients in memory; use more ranks, or one process")
     if isinstance(algorithm, Central):
         raise UsageError(f"{algorithm.name} has all data in one place: there are no clients to share out; run it without torchrun")
 
@@ -473,7 +471,8 @@ def describe_store(federation: Federation, config: RunConfig) -> None:
 def save(out: Path, federation: Federation, best: Best, config: RunConfig) -> None:
     """The state after the last finished round."""
     best.rank_all()
-    tensors = whole(federation.state(), federation)
+    state = federation.state()
+    tensors = whole(state, federation)
     tensors |= {f"best/{name}": torch.from_numpy(value) for name, value in best.outcome.items()}
     if best.round != federation.round:
         tensors |= {f"best_state/{name}": value for name, value in whole(best.state, federation).items()}
@@ -485,20 +484,26 @@ def save(out: Path, federation: Federation, best: Best, config: RunConfig) -> No
         "best_round": best.round,
         "best_score": best.score,
     }
-    ranks.told(lambda: checkpoint.save_round(out, federation.round, facts, tensors))
+    ranks.told(lambda: checkpoint.save_round(out, federation.round, facts, tensors), [*lent(state).values()])
 
 
 def whole(state: Mapping[str, Tensor | Picked], federation: Federation) -> dict[str, Tensor | Picked]:
-    """A state with the clients and the mail of all ranks, on the first."""
+    """A state with the clients and the mail of all ranks, on the first; what is picked it reads while the others lend theirs."""
     if ranks.count() == 1:
         return dict(state)
     mine = {name: value for name, value in state.items() if federation.is_own(name) and isinstance(value, Tensor)}
-    mail = [value for name, value in mine.items() if name.startswith("server/")]
+    mail = [value for name, value in state.items() if federation.is_own(name) and name.startswith("server/")]
     slot, own = state.get("server/slot"), federation.store.clients
     if mail and isinstance(slot, Tensor):
-        before = sum(ranks.exchanged(lambda: len(mail[0]))[: ranks.number()])
+        before = sum(ranks.exchanged(lambda: mail[0].shape[0])[: ranks.number()])
         mine["server/slot"] = torch.where(slot < 0, slot, slot + before)[own.start : own.stop]
-    return {**state, **ranks.gathered(lambda: mine, federation.engine.device, first_only=True)}
+    gathered = ranks.gathered(lambda: mine, federation.engine.device, first_only=True)
+    return {**state, **gathered, **ranks.spread(lent(state))}
+
+
+def lent(state: Mapping[str, Tensor | Picked]) -> dict[str, Picked]:
+    """What the first rank reads piece by piece where other ranks have it."""
+    return {name: value for name, value in state.items() if isinstance(value, Picked)}
 
 
 def save_again(out: Path, federation: Federation, round_: int, best: Best, config: RunConfig) -> None:
@@ -537,6 +542,8 @@ def restore(state: checkpoint.State, federation: Federation, best: Best) -> None
         best.round, best.score = int(facts["best_round"]), float(facts["best_score"])
         best.outcome = {name: value.cpu().numpy() for name, value in beginning(tensors, "best/").items()}
         best.state = beginning(tensors, "best_state/")
+        if ranks.count() > 1:
+            federation.store.room.forget(tensors.values())
     except (SafetensorError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise FedbenchError(
             f"{state.path} does not fit this run ({' '.join(str(error).split())}); start again with another --out"
@@ -546,7 +553,7 @@ def restore(state: checkpoint.State, federation: Federation, best: Best) -> None
 
 def own_part(state: checkpoint.State, federation: Federation) -> Mapping[str, Tensor]:
     """The tensors of a state, of what clients hold and are sent that of this rank's clients: the first rank reads, and deals them out."""
-    device, own = federation.engine.device, federation.store.clients
+    device, own, room = federation.engine.device, federation.store.clients, federation.store.room
     tensors = state.tensors(device) if ranks.is_first() else {}
     if ranks.count() == 1:
         return tensors
@@ -562,11 +569,11 @@ def own_part(state: checkpoint.State, federation: Federation) -> Mapping[str, Te
         if mail:
             slots = ranks.dealt(partial(tensors.__getitem__, f"{server}slot"), device)
             letters, found[f"{server}slot"] = own_mail(slots, own)
-            found |= {name: ranks.dealt(partial(tensors.__getitem__, name), device, letters.tolist()) for name in mail}
+            found |= {name: ranks.dealt(partial(tensors.__getitem__, name), device, letters.tolist(), room) for name in mail}
     for name in names:
         if name not in found:
             theirs = name.startswith(("client/", "best_state/client/"))
-            found[name] = ranks.dealt(partial(tensors.__getitem__, name), device, rows if theirs else None)
+            found[name] = ranks.dealt(partial(tensors.__getitem__, name), device, rows if theirs else None, room)
     return found
 
 
@@ -602,12 +609,12 @@ def keep_model(out: Path, federation: Federation, best: Best, config: RunConfig)
         return
     state: Mapping[str, Tensor | Picked]
     round_, state = (best.round, best.state) if best.state else (federation.round, federation.state())
-    state, facts = whole(state, federation), state_facts(federation, config) | {"round": round_, "best_round": best.round}
+    tensors, facts = whole(state, federation), state_facts(federation, config) | {"round": round_, "best_round": best.round}
 
     def write() -> int:
         checkpoint.prune(out, keep=1)
-        return checkpoint.save(out, checkpoint.MODEL, facts, state)
+        return checkpoint.save(out, checkpoint.MODEL, facts, tensors)
 
-    size = ranks.told(write)
+    size = ranks.told(write, [*lent(state).values()])
     hint = "" if round_ == best.round else f", not of the reported round {best.round}: --keep-state best keeps that"
     log.info("kept: the state of round %d (%s)%s", round_, human(size), hint)

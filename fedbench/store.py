@@ -47,6 +47,9 @@ class Memory:
     def release(self) -> None:
         """Nothing that was read or written so far is needed soon."""
 
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        """What was allocated for these goes with them."""
+
 
 @dataclass
 class Disk(Memory):
@@ -85,6 +88,10 @@ class Disk(Memory):
     def release(self) -> None:
         for _, mapped in self.files.values():
             mapped.madvise(mmap.MADV_DONTNEED)
+
+    def forget(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self.files.pop(tensor.data_ptr(), None)
 
     def _full(self, error: OSError) -> FedbenchError:
         return FedbenchError(
@@ -258,21 +265,25 @@ def at_once(tensor: Tensor) -> int:
     return max(1, CHUNK // max(1, math.prod(tensor.shape[1:])))
 
 
-def room_for(choice: str, folder: Path | None, algorithm: Algorithm, world: World, draw: Draw) -> Memory:
-    """Where clients' state lies. auto: in memory if it fits there now, with what the server keeps for each client; else in `folder`."""
-    if choice == "ram" or (choice == "auto" and (draw.device != "cpu" or folder is None)):
+def room_for(choice: str, folder: Path | None, device: str) -> Memory:
+    """Where clients' state lies: in memory (ram), in `folder` (mmap) or in the folder that is named."""
+    if choice == "ram":
         return Memory()
-    if draw.device != "cpu":
+    if device != "cpu":
         raise UsageError(f"--client-store {choice}: only a CPU can work on mapped files; use ram, or --device cpu")
-    if choice == "auto":
-        one = algorithm.init_client(world, draw_for(draw, np.arange(1)))
-        needed = world.clients * sum(t.numel() * t.element_size() for t in one.values())
-        if needed * (2 if algorithm.mailed else 1) <= free_memory():
-            return Memory()
-    where = folder if choice in STORES else Path(choice)
-    if where is None:
+    if choice != "mmap":
+        return Disk(Path(choice))
+    if folder is None:
         raise UsageError(f"--client-store {choice}: there is no run folder; name a folder")
-    return Disk(where)
+    folder.mkdir(parents=True, exist_ok=True)  # the run's folder is on the machine of the first rank
+    return Disk(folder)
+
+
+def fits(algorithm: Algorithm, world: World, draw: Draw, clients: int) -> bool:
+    """Whether the state of so many clients fits in memory now, with what the server keeps for each."""
+    one = algorithm.init_client(world, draw_for(draw, np.arange(1)))
+    needed = clients * sum(t.numel() * t.element_size() for t in one.values())
+    return needed * (2 if algorithm.mailed else 1) <= free_memory()
 
 
 def free_memory() -> float:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import os
@@ -25,7 +26,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedbench import checkpoint, cli, federation, ranks
+from fedbench import checkpoint, cli, federation, ranks, store
 from fedbench.aggregate import AVERAGES, Rows, Tables, mean_of_whole_tables
 from fedbench.algorithm import Tensors, World
 from fedbench.engine import Round, Uploads
@@ -33,6 +34,7 @@ from fedbench.errors import FedbenchError, NotFinite
 from fedbench.failures import Failures
 from fedbench.federation import Federation
 from fedbench.split import Samples
+from fedbench.store import Disk
 from tests.test_run import lines_of, result, summary_of
 
 ROOT = Path(__file__).parent.parent
@@ -48,6 +50,7 @@ RUNS = {
     "alike": f"{FEDEM} -n 40 --alpha 0 --rounds 4 --kernel off",
     "capped": f"{FEDEM} -n 12 --agg-ratio 0.3 --max-weight 0.7 --rounds 3 --aggregation sim",
     "damaged": f"{FEDEM} -n 20 --agg-ratio 0.5 --rounds 4 --corrupt 0.3 --dropout 0.3",
+    "mapped": f"{FEDEM} -n 12 --agg-ratio 0.7 --rounds 5 --client-store mmap",
     "spoilt": f"{FEDEM} -n 40 --rounds 3",
     "spoilt-alike": f"{FEDEM} -n 40 --rounds 3 --alpha 0 --refit",
     "fedavg_ncf": "--algo fedavg_ncf --layers 16,8 -n 40 -e 1 --rounds 3",
@@ -65,6 +68,7 @@ WRONG = {
     "--algo fedmf --dataset BROKEN.csv --no-mlflow --quiet": (3, "BROKEN.csv:2"),
     f"--algo fedmf {COMMON} --rounds 2 --out LAST-FAILS": (1, "no room (on rank 1)"),
     f"{FEDEM} {COMMON} --rounds 2 --out LAST-NOT-FINITE": (1, "the last rank's mail is not finite in round 1"),
+    f"{FEDEM} {COMMON} --rounds 2 --client-store mmap --checkpoint-every 1 --out FULL": (1, "round-1 cannot be written (No space left"),
 }
 KILLED = f"--algo fedem --adapter 16,8,1 -e 2 -n 40 --rounds 8 --checkpoint-every 2 {COMMON}"
 PATIENCE = 600
@@ -82,7 +86,8 @@ def rank_main() -> None:
     """A rank's whole life. With KILL_AT the last rank is killed in that round, if it was not started again.
 
     In a command that ends in LAST-FAILS the last rank has an error of its own in its part of a round, in one that ends in LAST-NOT-FINITE
-    it alone finds something not finite in the server's step. After each round all servers must be the same to the last bit.
+    it alone finds something not finite in the server's step; in one that ends in FULL the disk is, while ranks lend rows to the first.
+    After each round all servers must be the same to the last bit.
     """
     next_round, samples, finite = Federation.next_round, Federation.samples, federation.finite
     last = ranks.number() == ranks.count() - 1
@@ -104,8 +109,15 @@ def rank_main() -> None:
             raise NotFinite("the last rank's mail")
         return finite(server)
 
+    def until_full(self: ranks.Spread) -> Iterator[Tensor]:
+        for number, chunk in enumerate(chunks(self)):
+            if number and command.endswith("FULL"):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            yield chunk
+
     Federation.samples, Federation.next_round, federation.finite = failing, watched, looking  # type: ignore[method-assign]
-    ranks.BLOCK = 5000  # a few tables at once
+    chunks, ranks.Spread.chunks = ranks.Spread.chunks, until_full  # type: ignore[method-assign]
+    ranks.BLOCK, store.CHUNK = 5000, 2500  # a few tables at once
     damaged, code = Failures.damaged, 0
     for command in sys.argv[1:]:
         Failures.damaged = spoilt if "spoilt" in command else damaged  # type: ignore[method-assign]
@@ -120,7 +132,8 @@ def digest(federation: Federation) -> str:
     mailed, server = federation.algorithm.mailed, federation.server
     for name in mailed if server else ():
         others = np.setdiff1d(np.arange(federation.split.clients), np.array(federation.store.clients))
-        assert (server["slot"][others] == -1).all() and len(server[name]) <= max(1, len(federation.store.clients))
+        mapped = isinstance(federation.store.room, Disk)  # a sparse file, which is longer than what it holds
+        assert (server["slot"][others] == -1).all() and (mapped or len(server[name]) <= max(1, len(federation.store.clients)))
     names = sorted(server.keys() - {*mailed, "slot"} if mailed else server)
     return hashlib.sha256(b"".join(server[name].numpy().tobytes() for name in names)).hexdigest()
 
@@ -178,7 +191,7 @@ def test_ranks_find_what_one_process_finds_and_fail_in_one_line(tmp_path: Path, 
         assert summary_of(tmp_path / f"{name}-1")["rejected"] == 2
     commands = [f"{words} {COMMON} --out {tmp_path / f'{name}-2'}" for name, words in RUNS.items()]
     (tmp_path / "BROKEN.csv").write_text("user,item\n1,\n")
-    wrong = [re.sub("BROKEN|LAST-FAILS|LAST-NOT-FINITE", rf"{tmp_path}/\g<0>", command) for command in WRONG]
+    wrong = [re.sub("BROKEN|LAST-FAILS|LAST-NOT-FINITE|FULL", rf"{tmp_path}/\g<0>", command) for command in WRONG]
     done = torchrun(2, *commands, *wrong)
     for name in RUNS:
         assert_same_run(tmp_path / f"{name}-2", tmp_path / f"{name}-1")
@@ -222,6 +235,18 @@ def test_three_ranks_and_mail_that_waits_for_another_number_of_them(tmp_path: Pa
     said = (tmp_path / "again" / "log.txt").read_text()
     assert "going on after round 2" in said and "going on after round 4" in said
     assert_same_run(tmp_path / "again", tmp_path / "steady")
+
+
+def test_clients_in_files_of_any_number_of_ranks(tmp_path: Path) -> None:
+    """Each rank's clients and mail lie in a file of its own; checkpoints go from two ranks to three, and to memory and back."""
+    words, out = f"{KILLED} --agg-ratio 0.5", tmp_path / "again"
+    assert cli.main([*f"{words} --client-store mmap".split(), "--out", str(tmp_path / "steady")]) == 0
+    for size, where, killed_at in ((2, "mmap", 4), (3, "mmap", 6), (2, "ram", 8)):
+        assert torchrun(size, f"{words} --client-store {where} --out {out}", KILL_AT=str(killed_at)).returncode == 1
+    assert torchrun(2, f"{words} --client-store mmap --out {out}").returncode == 0
+    said = (out / "log.txt").read_text()
+    assert [f"going on after round {round_}" in said for round_ in (2, 4, 6)] == [True] * 3
+    assert_same_run(out, tmp_path / "steady")
 
 
 def test_shares_are_ranges_of_equal_cost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,15 +17,15 @@ from algorithms.fedavg_ncf import FedAvgNCF
 from algorithms.fedem import FedEM
 from algorithms.fedmf import FedMF
 from algorithms.local import Local
-from fedbench import checkpoint, cli, model, run
+from fedbench import checkpoint, cli, model, ranks, run
 from fedbench import store as store_file
 from fedbench.algorithm import Algorithm, World
 from fedbench.config import RunConfig
 from fedbench.draw import Draw
 from fedbench.errors import FedbenchError
-from fedbench.federation import Federation
+from fedbench.federation import Federation, world_of
 from fedbench.results import Best
-from fedbench.store import ClientStore, Disk, Memory, Picked, room_for
+from fedbench.store import ClientStore, Disk, Memory, Picked
 from tests.test_engine import SMALL, small_split
 from tests.test_run import lines_of, result, summary_of
 
@@ -157,11 +157,16 @@ def test_a_checkpoint_has_only_those_that_took_part(tmp_path: Path) -> None:
 
 
 def test_auto_asks_how_much_memory_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    world, draw = World(100, 50), Draw(0)
-    each = sum(value.numel() for value in Local(dim=8).init_client(world, replace(draw, clients=np.arange(1))).values()) * 4
-    for free, kind in ((100 * each, Memory), (100 * each - 1, Disk)):
+    parts = small_split()
+    world, draw = world_of(parts), Draw(0)
+    everybody = parts.clients * sum(
+        value.numel() for value in Local(dim=8).init_client(world, replace(draw, clients=np.arange(1))).values()
+    )
+    for free, ranks_here, kind in ((4 * everybody, 1, Memory), (4 * everybody - 1, 1, Disk), (4 * everybody, 2, Disk)):
         monkeypatch.setattr(store_file, "free_memory", lambda free=free: free)
-        assert type(room_for("auto", tmp_path, Local(dim=8), world, draw)) is kind
+        monkeypatch.setattr(ranks, "on_this_machine", lambda ranks_here=ranks_here: ranks_here)
+        assert type(Federation.start(Local(dim=8), parts, 0, client_store="auto", folder=tmp_path).store.room) is kind
+    monkeypatch.setattr(store_file, "free_memory", lambda: 4 * everybody - 1)
     with pytest.raises(FedbenchError, match="use --client-store mmap"):
         ClientStore(Local(dim=8), world, draw)
 
