@@ -22,6 +22,8 @@ from fedbench.store import ClientStore
 KS = (5, 10, 20)
 POPULARITY_CLIENTS = 1 << 16
 """clients that popularity is evaluated for at once"""
+MANY_SCORES = 1 << 20
+"""scores that kernels make at once: they need no copy of the rows, and threads that share them out have enough to do"""
 
 
 def ranks_among(scores: Tensor) -> Tensor:
@@ -282,8 +284,9 @@ class Evaluator:
             groups = [(everyone[has], True), (everyone[~has], False)]
         for clients, sent in groups:
             fresh = store.fresh(clients)
+            light = fresh is None and self.kernels and self.algorithm.fused_score(sent) is not None
             for some, rows in [(clients, width)] if fresh is None else [(clients[~fresh], width), (clients[fresh], self.split.items)]:
-                for chunk in some.split(max(1, FULL_ROWS // rows)):
+                for chunk in some.split(max(1, (MANY_SCORES if light else FULL_ROWS) // rows)):
                     if len(chunk):
                         yield chunk, sent
 
