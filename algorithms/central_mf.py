@@ -15,7 +15,7 @@ from torch import Tensor
 from fedbench.algorithm import Tensors, World
 from fedbench.central import Descent, Pool
 from fedbench.draw import Draw
-from fedbench.fused import TINY, train_pool
+from fedbench.fused import TINY, DotBCE, train_pool
 from fedbench.registry import register
 
 
@@ -37,6 +37,9 @@ class CentralMF(Descent):
 
     def logits(self, model: Tensors, user: Tensor, items: Tensor) -> Tensor:
         return (user * items).sum(1)
+
+    def fused_score(self, sent: bool) -> DotBCE:
+        return DotBCE(0.0)
 
     def epoch(self, server: Tensors, pool: Pool, draw: Draw, kernels: bool) -> tuple[Tensors, Tensor]:
         if not kernels:

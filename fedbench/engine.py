@@ -579,14 +579,24 @@ class Engine:
         return self.uploads(samples.clients, tensors)
 
 
-def in_place(plan: fused.DotBCE | None, clients: np.ndarray, answer: Answer, store: ClientStore) -> fused.Clients | None:
-    """Where the state of these clients lies, if a kernel for `plan` can work on it there."""
-    if plan is None or isinstance(plan, fused.IN_BLOCKS) or plan.user not in store.tensors:
+def in_place(
+    plan: fused.DotBCE | None, clients: np.ndarray, answer: Answer, store: ClientStore, sent_users: bool = False
+) -> fused.Clients | None:
+    """Where the state of these clients lies, if a kernel for `plan` can work on it there.
+
+    sent_users: their vectors may be with the server, to be read.
+    """
+    if plan is None or isinstance(plan, fused.IN_BLOCKS):
+        return None
+    if plan.user in store.tensors:
+        user, at = store.tensors[plan.user].numpy(), store.place(clients)
+    elif sent_users and plan.user in answer.personal and answer.slot is not None:
+        user, at = answer.personal[plan.user].contiguous().numpy(), answer.slot[clients].numpy()
+    else:
         return None
     sent = answer.shared.get(plan.items)
     shared = None if sent is None else sent.contiguous().numpy()[None]
     nobody = np.zeros(len(clients), np.int64)
-    user, at = store.tensors[plan.user].numpy(), store.place(clients)
     if plan.items not in store.tensors:
         return None if shared is None else fused.Clients(shared, nobody, user, at)
     tables = store.tensors[plan.items].numpy()

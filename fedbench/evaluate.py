@@ -208,7 +208,7 @@ class Evaluator:
         """[C, K] each client's scores of its K items, or of all of them: by a fused kernel where one fits."""
         store = store.lend(clients)
         plan = self.algorithm.fused_score(sent) if self.kernels else None
-        place = in_place(plan, clients.numpy(), answer, store) if plan else None
+        place = in_place(plan, clients.numpy(), answer, store, sent_users=sent) if plan else None
         ranked = np.arange(self.split.items)[None] if items is None else items.cpu().numpy()
         if plan and place:
             return torch.from_numpy(fused.score(plan, place, ranked))

@@ -11,6 +11,8 @@ import torch
 from ir_measures import RR, R, Success, nDCG
 from sklearn.metrics import mean_absolute_error, mean_squared_error, ndcg_score
 
+from algorithms.central_als import CentralALS
+from algorithms.central_mf import CentralMF
 from algorithms.central_ncf import CentralNCF
 from algorithms.fedavg_ncf import FedAvgNCF
 from algorithms.fedem import FedEM
@@ -160,6 +162,8 @@ ALGORITHMS = {
     "fedmf": FedMF(dim=4, clients_per_round=12),
     "fedem, half are sent a table": SMALL_FEDEM,
     "fedem, static merge": FedEM(dim=4, local_epochs=2, merge="static", clients_per_round=20),
+    "central_mf": CentralMF(dim=4),
+    "central_als": CentralALS(dim=4),
 }
 
 
@@ -176,7 +180,8 @@ def scores_by_client(federation: Federation) -> tuple[list[list[float]], Answer]
 @pytest.mark.parametrize("chunk", [1 << 17, 150])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_ranks_of_a_federation_against_a_loop(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "FULL_ROWS", chunk)  # 150: three clients of 50 items at once
+    for most in ("FULL_ROWS", "MANY_SCORES"):
+        monkeypatch.setattr(evaluate, most, chunk)  # 150: three clients of 50 items at once
     federation = Federation.start(ALGORITHMS[name], parts(), seed=0, dtype=torch.float64)
     for round_ in range(3):
         scores, answer = scores_by_client(federation)
