@@ -294,22 +294,22 @@ def gpu_kernels() -> Any:
 
 
 class Spare:
-    """Arrays for what changes in a round, used again once nobody holds them: memory fresh from the system costs a fault for every page."""
+    """Arrays of a round, used again once nobody holds them: memory fresh from the system costs a fault for every page."""
 
     def __init__(self) -> None:
-        self.kept: list[np.ndarray] = []
-        """two at most: a round's uploads are often held until the next one is done"""
+        self.kept: dict[str, list[np.ndarray]] = {}
+        """by what they are for, two at most: a round's uploads are often held until the next one is done"""
 
-    def empty(self, rows: int, width: int, kind: type) -> np.ndarray:
-        """[rows, width] of any content."""
-        need = rows * width
-        free = [at for at in range(len(self.kept)) if sys.getrefcount(self.kept[at]) == 2]
-        fits = [at for at in free if self.kept[at].size >= need and self.kept[at].dtype == kind]
+    def empty(self, name: str, size: int, kind: type) -> np.ndarray:
+        """[size] of any content."""
+        kept = self.kept.setdefault(name, [])
+        free = [at for at in range(len(kept)) if sys.getrefcount(kept[at]) == 2]
+        fits = [at for at in free if kept[at].size >= size and kept[at].dtype == kind]
         if not fits:
-            busy = [array for at, array in enumerate(self.kept) if at not in free]
-            self.kept = [*busy[-1:], np.empty(need + need // 8, kind)]  # the next cohort may be somewhat larger
+            busy = [array for at, array in enumerate(kept) if at not in free]
+            kept[:] = [*busy[-1:], np.empty(size + size // 8, kind)]  # the next cohort may be somewhat larger
             fits = [-1]
-        return self.kept[fits[0]][:need].reshape(rows, width)
+        return kept[fits[0]][:size]
 
 
 class Engine:
@@ -387,7 +387,9 @@ class Engine:
         a, counts, touched = self.algorithm, samples.counts, samples.touched
         losses, updates = np.zeros(len(counts)), 0
         own_tables = any(name in store.tensors for name in a.tables)
-        change: np.ndarray | None = None if own_tables else self.spare.empty(len(samples.row), a.dim, host_type(self.dtype))
+        change: np.ndarray | None = None
+        if not own_tables:
+            change = self.spare.empty("change", len(samples.row) * a.dim, host_type(self.dtype)).reshape(-1, a.dim)
         for some, place in places.items():
             assert place is not None
             plan, clients = place

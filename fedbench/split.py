@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -540,10 +540,22 @@ def _avoided(split: Split) -> tuple[np.ndarray, np.ndarray]:
     return (split.seen_ptr, split.seen_item) if leaky else (split.train_ptr, split.train_item)
 
 
+def fresh(name: str, size: int, kind: type) -> np.ndarray:
+    """An array of any content for a purpose."""
+    return np.empty(size, kind)
+
+
 def sample_round(
-    split: Split, cohort: np.ndarray, negatives: int, seed: int, when: int, rating: str = "mean", purpose: str = "negatives"
+    split: Split,
+    cohort: np.ndarray,
+    negatives: int,
+    seed: int,
+    when: int,
+    rating: str = "mean",
+    purpose: str = "negatives",
+    empty: Callable[[str, int, type], np.ndarray] = fresh,
 ) -> Samples:
-    """Positives and freshly drawn negatives of every client in the cohort; `purpose` names the stream of the draws.
+    """Positives and freshly drawn negatives of every client in the cohort; `purpose` names the stream of the draws, `empty` makes arrays.
 
     On a rating split: its ratings, and different items without one, `negatives` for each rating or all there are, whose label is the
     client's mean rating, or not a number if `rating` is "unknown".
@@ -555,12 +567,12 @@ def sample_round(
     counts = (split.train_ptr[cohort + 1] - split.train_ptr[cohort]) * np.where(has_unseen, negatives + 1, 1)
     ptr = _from_counts(counts)
     total = int(ptr[-1])
-    local, row, label = np.empty(total, np.int32), np.empty(total, np.int32), np.empty(total, np.float32)
+    local, row, label = empty("local", total, np.int32), empty("drawn", total, np.int32), empty("label", total, np.float32)
     touched = np.zeros(len(cohort), np.int64)
     _sample(keys(seed, when, purpose, cohort), cohort, split.train_ptr, split.train_item, avoid_ptr, avoid_item, split.items,
             negatives, ptr, local, label, row, touched)  # fmt: skip
     row_ptr = _from_counts(touched)
-    used = np.empty(row_ptr[-1], np.int32)
+    used = empty("row", int(row_ptr[-1]), np.int32)
     _close_gaps(row, ptr, row_ptr, used)
     return Samples(cohort, ptr, local, label, row_ptr, used)
 

@@ -365,17 +365,32 @@ def test_kernels_of_any_dimension_equal_the_generic_path(kind: type[Algorithm], 
 
 def test_room_is_used_again_once_nobody_holds_it() -> None:
     spare = Spare()
-    first = spare.empty(80, 4, np.float32)
-    held = torch.from_numpy(spare.empty(80, 4, np.float32))
-    assert first.shape == (80, 4) and not np.shares_memory(first, held.numpy())
+    first = spare.empty("change", 320, np.float32)
+    held = torch.from_numpy(spare.empty("change", 320, np.float32))
+    assert first.shape == (320,) and not np.shares_memory(first, held.numpy())
+    assert not np.shares_memory(first, spare.empty("row", 320, np.float32)), "another purpose has arrays of its own"
     place = first.ctypes.data
     del first
-    again = spare.empty(85, 4, np.float32)
-    assert again.ctypes.data == place and again.shape == (85, 4)
-    assert not np.shares_memory(spare.empty(10, 4, np.float32), again), "two are held: a third is made"
-    assert spare.empty(10, 4, np.float64).dtype == np.float64 and len(spare.kept) <= 2
+    again = spare.empty("change", 340, np.float32)
+    assert again.ctypes.data == place and again.shape == (340,)
+    assert not np.shares_memory(spare.empty("change", 40, np.float32), again), "two are held: a third is made"
+    assert spare.empty("change", 40, np.float64).dtype == np.float64 and len(spare.kept["change"]) <= 2
     held[:] = 1
-    assert not np.shares_memory(spare.empty(80, 4, np.float32), held.numpy())
+    assert not np.shares_memory(spare.empty("change", 320, np.float32), held.numpy())
+
+
+def test_samples_that_are_held_stay_as_they_are() -> None:
+    """Rounds draw into arrays of rounds before them, but not into those that somebody still has."""
+    federation = Federation.start(FedMF(**SMALL), small_split(), 0)
+    kept = federation.samples(1)
+    before = [getattr(kept, name).copy() for name in ("local", "label", "row")]
+    uploads = [federation.next_round().uploads.rows("items") for _ in range(3)]
+    items = [rows.item.clone() for rows in uploads]
+    federation.next_round()
+    for name, value in zip(("local", "label", "row"), before, strict=True):
+        assert np.array_equal(getattr(kept, name), value)
+    for rows, item in zip(uploads, items, strict=True):
+        assert torch.equal(rows.item, item)
 
 
 @pytest.mark.slow
