@@ -16,8 +16,9 @@ import numpy as np
 from numba import njit, prange
 
 from fedbench.data import Interactions
-from fedbench.draw import GOLDEN, below, keys, mix, purpose_base, unit
+from fedbench.draw import GOLDEN, LOW_BITS, S31, almost_mixed, below, keys, mix, purpose_base, unit
 from fedbench.errors import DataError, UsageError
+from fedbench.lanes import prefetch
 from fedbench.protocol import Protocol
 
 log = logging.getLogger("fedbench")
@@ -442,6 +443,9 @@ def _sample(
     """For each client: every training item, each followed by k negatives outside its `avoid` list, different ones if there are k."""
     for c in prange(clients.size):
         u = clients[c]
+        if c + 2 < clients.size:  # lists of other clients lie far away
+            prefetch(train_item, train_ptr[clients[c + 2]])
+            prefetch(avoid_item, avoid_ptr[clients[c + 2]])
         avoid = avoid_item[avoid_ptr[u] : avoid_ptr[u + 1]]
         free = items - avoid.size
         start, total = ptr[c], ptr[c + 1] - ptr[c]
@@ -625,11 +629,15 @@ def cohort_of(round_: int, clients: int, n: int, sampling: str, seed: int) -> np
 def _below_bound(base: np.uint64, clients: int, bound: np.uint64, most: int) -> tuple[np.ndarray, np.ndarray]:
     """The clients, and at most so many, whose key (see draw.keys) is below a bound, and their keys."""
     who, key, found = np.empty(most, np.int64), np.empty(most, np.uint64), 0
+    x = base + GOLDEN
     for u in range(clients):
-        mine = mix(base + np.uint64(u + 2) * GOLDEN)
-        if mine < bound and found < most:
-            who[found], key[found] = u, mine
-            found += 1
+        x += GOLDEN
+        nearly = almost_mixed(x)
+        if nearly <= bound | LOW_BITS:  # the last step of a hash leaves its upper bits as they are
+            mine = nearly ^ (nearly >> S31)
+            if mine < bound and found < most:
+                who[found], key[found] = u, mine
+                found += 1
     return who[:found], key[:found]
 
 
