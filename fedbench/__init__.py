@@ -2,9 +2,17 @@
 
 import hashlib
 import os
+import sys
 from pathlib import Path
 
 __version__ = "0.1.0"
+
+# Here, because every command comes by before it meets a line that an older Python cannot read.
+if sys.version_info < (3, 11):  # noqa: UP036
+    found = f"this is {sys.version_info[0]}.{sys.version_info[1]}"
+    todo = "run `make setup` once (or `make setup PYTHON=python3.11`), then use .venv/bin/python"
+    print(f"fedbench: error: Python 3.11 or newer is needed, {found}: {todo}", file=sys.stderr)
+    sys.exit(2)
 
 
 def compiled_kernels() -> Path:

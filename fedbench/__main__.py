@@ -6,9 +6,10 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from fedbench.cli import guard
+from fedbench import __version__
+from fedbench.cli import guard, require_packages
 from fedbench.errors import UsageError
-from fedbench.registry import nearest
+from fedbench.hints import nearest
 
 COMMANDS = {
     "train": ("fedbench.cli:train", "one run, as train.py"),
@@ -22,21 +23,33 @@ COMMANDS = {
     "recommend": ("fedbench.recommend:main", "what a trained model recommends"),
     "log-model": ("fedbench.log_model:main", "put a trained model into MLflow, to be served"),
 }
-USAGE = "usage: python -m fedbench COMMAND [flags]\n\n" + "\n".join(f"  {name:<10} {what}" for name, (_, what) in COMMANDS.items())
+USAGE = f"""usage: python -m fedbench COMMAND [flags]
+
+{chr(10).join(f"  {name:<10} {what}" for name, (_, what) in COMMANDS.items())}
+
+python -m fedbench COMMAND --help shows a command's flags."""
 
 
 def dispatch(argv: list[str]) -> int:
     """Hand the rest of the command line to the command's own module, which only now is imported."""
     if not argv:
-        raise UsageError(f"a command is missing; use one of {', '.join(COMMANDS)}")
+        print(USAGE, file=sys.stderr)
+        return UsageError.exit_code
     name, *rest = argv
-    if name in ("-h", "--help"):
-        print(f"{USAGE}\n\npython -m fedbench COMMAND --help shows a command's flags.")
+    if name in ("-h", "--help", "help") and not rest:
+        print(USAGE)
+        return 0
+    if name == "help":  # help audit, as git and others have it
+        name, rest = rest[0], ["--help"]
+    if name == "--version":
+        print(f"fedbench {__version__}")
         return 0
     if name not in COMMANDS:
         near = nearest(name, COMMANDS)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"
         raise UsageError(f"unknown command {name!r}; {hint}")
+    if name != "train":  # which has help without them
+        require_packages()
     module, _, function = COMMANDS[name][0].partition(":")
     return int(getattr(importlib.import_module(module), function)(rest))
 

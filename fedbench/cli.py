@@ -5,14 +5,57 @@ from __future__ import annotations
 import json
 import os
 import select
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
-from fedbench import registry
+from fedbench import __version__
 from fedbench.errors import DISK_FULL, FedbenchError, UsageError
 
 Command = Callable[[list[str]], int]
+
+PACKAGES = (
+    *("numpy", "torch", "numba", "llvmlite", "pandas", "scipy", "pyarrow", "safetensors"),
+    *("mlflow", "matplotlib", "tqdm", "coloredlogs", "pooch", "requests", "filelock"),
+)
+"""what the commands import"""
+HELP = """usage: python train.py --algo NAME --dataset NAME [flags]
+
+Train one personalised federated recommender and report honest numbers.
+`python` is .venv/bin/python, which `make setup` makes.
+
+most used:
+  --algo NAME          an algorithm of --list, or a path to a .py file
+  --dataset NAME       a dataset of --list, or a path to a .csv file
+  --protocol NAME      clean (default), ncf (the NCF paper's split of ml-1m), or
+                       published (as papers often do it: LEAKS)
+  --rounds N           rounds of training
+  -n N                 clients a round
+  -e N                 epochs that a client trains in a round
+  --lr X, --dim N      learning rate, length of the vectors
+  --seed N             another seed; --seeds 0-4 for several, with their mean
+  --jobs N             how many of several seeds to run at once
+  --out DIR            folder of the run; the same command goes on with it
+  --config FILE        read flags from a .json or .toml file
+  --device cuda        train on a GPU
+  --no-mlflow, --quiet less tracking, less output
+
+more:
+  --list               all algorithms and datasets
+  --algo NAME --help   the flags of one algorithm, with their defaults
+  --help all           every flag of every run
+  --version            the version
+  python -m fedbench   the other commands: sweep, report, recommend, audit, ...
+
+examples:
+  python train.py --algo fedem --dataset filmtrust --alpha 0.9
+  python train.py --algo fedmf --dataset synthetic --rounds 5
+  python train.py --algo fedrecon --dataset ml-100k --seeds 0-2 --jobs 2
+  python train.py --algo fedrecon --dataset ml-100k --print-config
+"""
+"""what `train.py --help` prints; it stands here as text, so that it takes no second to come"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,8 +70,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(argv: list[str]) -> int:
     """What `main` does, with errors raised."""
+    if "--version" in argv:
+        print(f"fedbench {__version__}")
+        return 0
+    if argv[:1] in (["-h"], ["--help"]) and len(argv) == 1:
+        print(HELP, end="")
+        return 0
+    require_packages()
     from fedbench import config
 
+    if how := config.wants_help(argv):
+        config.print_help(argv, how)
+        return 0
     request = config.parse(argv)
     if request.list:
         print(listing())
@@ -44,6 +97,14 @@ def train(argv: list[str]) -> int:
     return 0
 
 
+def require_packages() -> None:
+    """Raise UsageError if this Python is not the one that `make setup` prepares."""
+    missing = [name for name in PACKAGES if name not in sys.modules and find_spec(name) is None]
+    if missing:
+        line = shlex.join([".venv/bin/python", *sys.orig_argv[1:]])
+        raise UsageError(f"{missing[0]} is not installed for {sys.executable}: run `make setup` once, then `{line}`")
+
+
 def show_list(argv: list[str]) -> int:
     """`python -m fedbench list`"""
     if argv:
@@ -54,6 +115,7 @@ def show_list(argv: list[str]) -> int:
 
 def fetch(argv: list[str]) -> int:
     """`python -m fedbench fetch filmtrust ml-1m`: what a later run would download, now."""
+    from fedbench import registry
     from fedbench.data import DatasetOptions
 
     if argv and argv[0] in ("-h", "--help"):
@@ -63,14 +125,17 @@ def fetch(argv: list[str]) -> int:
         return 0
     if not argv or any(word.startswith("-") for word in argv):
         raise UsageError("fetch takes names of datasets, such as `fetch filmtrust ml-1m`; `list` shows them")
-    for name in argv:
-        data = registry.dataset(name)(DatasetOptions())
+    loaders = {registry.dataset_name(name): registry.dataset(name) for name in argv}
+    for name, load in loaders.items():
+        data = load(DatasetOptions())
         print(f"{name}: {data.users:,} users, {data.items:,} items, {len(data.user):,} interactions from {data.source}")
     return 0
 
 
 def listing() -> str:
     """Algorithms and datasets, one line each."""
+    from fedbench import registry
+
     rows = [("algorithms", "")]
     rows += [(f"  {name}", cls.summary) for name, cls in registry.algorithms().items()]
     rows += [("datasets", "")]

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
+from fedbench import hints, registry
 from fedbench import protocol as protocols
-from fedbench import registry
 from fedbench.algorithm import Algorithm
 from fedbench.central import Central
 from fedbench.checkpoint import Cadence
@@ -216,7 +216,10 @@ class Flag:
             result: Any = _READ[self.item_kind](value)
         except (ValueError, TypeError, OverflowError):
             shown = value if isinstance(value, int | float) and not isinstance(value, bool) else repr(value)
-            raise UsageError(f"{where} must be {_EXPECTED[self.item_kind]}, not {shown}") from None
+            several = f"; several seeds are --seeds {value}" if self.key == "seed" and re.fullmatch(r"\d+[-,][\d,-]+", str(value)) else ""
+            raise UsageError(f"{where} must be {_EXPECTED[self.item_kind]}, not {shown}{several}") from None
+        if self.choices and isinstance(result, str):
+            result = hints.matching(result, self.choices) or result
         if self.choices and result not in self.choices:
             raise UsageError(f"{where} must be one of {', '.join(self.choices)}, not {value!r}")
         if self.key in AT_LEAST and result < AT_LEAST[self.key]:
@@ -284,6 +287,28 @@ def resolve(argv: Sequence[str]) -> RunConfig:
 
 def parse(argv: Sequence[str]) -> Request:
     """Read the command line in two steps: first the algorithm, then all flags, that algorithm's own included."""
+    algo, cls, file, in_file = _named_algorithm(argv)
+    groups = flag_groups(cls)
+    flags = {flag.key: flag for group in groups.values() for flag in group}
+    hints.refuse_single_dash(argv, flags)
+    given, unknown = _parser(algo, cls, groups).parse_known_args(argv)
+    negated = [f"no_{key}" for key in flags if flags[key].item_kind is bool]
+    hints.refuse_unknown(unknown, [*flags, "config", "jobs", "list", "print_config", "help", "version", *negated], cls)
+    if given.list:
+        return Request([], list=True, print_config=False)
+    on_line = {key: flags[key].read(value, flags[key].spelling) for key, value in vars(given).items() if key in flags}
+    from_file = _read_file_values(in_file, file, flags, cls)
+    if cls is None:
+        raise UsageError("--algo is missing: name an algorithm (python train.py --list shows them) or a path to a .py file")
+    if "dataset" not in on_line | from_file:
+        raise UsageError("--dataset is missing: name a dataset (python train.py --list shows them) or a path to a .csv file")
+    out = on_line.get("out", from_file.get("out"))
+    jobs = JOBS.read(given.jobs, "--jobs")
+    return Request(_configs(cls, on_line, from_file), list=False, print_config=given.print_config, out=out, jobs=jobs)
+
+
+def _named_algorithm(argv: Sequence[str]) -> tuple[str | None, type[Algorithm] | None, str | None, dict[str, Any]]:
+    """The algorithm that the command line or its config file names, its class, and that file with its values."""
     first = Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--algo")
     first.add_argument("--config")
@@ -292,22 +317,7 @@ def parse(argv: Sequence[str]) -> Request:
     algo = early.algo if early.algo is not None else in_file.get("algo")
     if algo is not None and not isinstance(algo, str):
         raise UsageError(f"{early.config}: algo must be a word, not {algo!r}")
-    cls = registry.algorithm(algo) if algo is not None else None
-    groups = flag_groups(cls)
-    flags = {flag.key: flag for group in groups.values() for flag in group}
-    given, unknown = _parser(algo, cls, groups).parse_known_args(argv)
-    _refuse_unknown_words(unknown, flags, cls)
-    if given.list:
-        return Request([], list=True, print_config=False)
-    on_line = {key: flags[key].read(value, flags[key].spelling) for key, value in vars(given).items() if key in flags}
-    from_file = _read_file_values(in_file, early.config, flags, cls)
-    if cls is None:
-        raise UsageError("--algo is missing: name an algorithm (python train.py --list shows them) or a path to a .py file")
-    if "dataset" not in on_line | from_file:
-        raise UsageError("--dataset is missing: name a dataset (python train.py --list shows them) or a path to a .csv file")
-    out = on_line.get("out", from_file.get("out"))
-    jobs = JOBS.read(given.jobs, "--jobs")
-    return Request(_configs(cls, on_line, from_file), list=False, print_config=given.print_config, out=out, jobs=jobs)
+    return algo, registry.algorithm(algo) if algo is not None else None, early.config, in_file
 
 
 def _configs(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[str, Any]) -> list[RunConfig]:
@@ -330,7 +340,8 @@ def _configs(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[str,
 
     rest = {key: value for key, value in said.items() if key in {field.name for field in dataclasses.fields(RunConfig)}}
     rest |= {"algorithm": algorithm, "failures": failures, "data": data, "protocol": protocol, "recipe": recipe}
-    rest["dataset"] = registry.dataset_name(said["dataset"])
+    rest |= {"algo": registry.algorithm_name(said["algo"]), "dataset": registry.dataset_name(said["dataset"])}
+    rest["device"] = said.get("device", RunConfig.device).lower()
     config = RunConfig(**rest)
     _check(config)
     return _one_a_seed_and_fold(config, _seeds(on_line) or _seeds(from_file) or (0,))
@@ -565,7 +576,7 @@ class Parser(argparse.ArgumentParser):
         """The flags given; of an unknown one the nearest that there is is named."""
         given, unknown = self.parse_known_args(argv)
         if unknown:
-            near = registry.nearest(unknown[0], [option for action in self._actions for option in action.option_strings])
+            near = hints.nearest(unknown[0], [option for action in self._actions for option in action.option_strings])
             hint = f"did you mean {near[0]}?" if near else f"{self.prog.split()[-1]} --help shows all flags"
             raise UsageError(f"unknown flag {unknown[0]}; {hint}")
         if "run" in given and given.run is None:
@@ -589,28 +600,43 @@ def run_parser(command: str, usage: str, about: str, epilog: str) -> Parser:
     return made
 
 
-_EPILOG = """examples:
-  python train.py --list
-  python train.py --algo {algo} --help
-  python train.py --algo {algo} --dataset synthetic --rounds 5
-  python train.py --algo {algo} --dataset filmtrust -n 100 -e 5 --seeds 0-4
-  python train.py --algo my_method.py --dataset ratings.csv --out runs/mine
-  python train.py --config runs/mine/config.json --seed 1
+_EPILOG = """A config file (.json or .toml) has flag names as keys; flags overrule it,
+it overrules the recipe, and the recipe the defaults.
 
-A config file (.json or .toml) has flag names as keys; flags overrule it, it overrules the recipe, and the recipe the defaults.
+examples:
+  python train.py --algo {algo} --dataset synthetic --rounds 5
+  python train.py --algo {algo} --dataset filmtrust --seeds 0-2
 """
 
 
-def _parser(algo: str | None, cls: type[Algorithm] | None, groups: Mapping[str, list[Flag]]) -> argparse.ArgumentParser:
+def wants_help(argv: Sequence[str]) -> str | None:
+    """`--help` asks for the flags most used ("short"), `--help all` for every one ("all")."""
+    for word, after in zip(argv, [*argv[1:], ""], strict=False):
+        if word in ("-h", "--help", "--help=all"):
+            return "all" if after == "all" or word.endswith("all") else "short"
+    return None
+
+
+def print_help(argv: Sequence[str], how: str) -> None:
+    """The flags of the algorithm that the command line names, or of every run; "all" adds those of protocol, data, machine and output."""
+    algo, cls = _named_algorithm([word for word in argv if word not in ("-h", "--help", "--help=all")])[:2]
+    groups = flag_groups(cls)
+    if how == "short":
+        groups = dict(list(groups.items())[: 3 if cls else 2])
+    name = cls.name if cls else "NAME"
+    more = f"python train.py --algo {name} --help all shows the flags of protocol,\ndata, machine and output too.\n\n"
+    _parser(algo, cls, groups, more if how == "short" else "").print_help()
+
+
+def _parser(algo: str | None, cls: type[Algorithm] | None, groups: Mapping[str, list[Flag]], more: str = "") -> argparse.ArgumentParser:
     about = "Train one personalised federated recommender and report honest numbers."
     if cls is None:
-        about += "\nEach algorithm has flags and defaults of its own: `python train.py --algo NAME --help` shows them."
-    example = algo or next(iter(registry.algorithms()), "NAME")
+        about += "\nEach algorithm has flags and defaults of its own:\n`python train.py --algo NAME --help` shows them."
     parser = Parser(
         prog="python train.py",
         usage="python train.py --algo NAME --dataset NAME [flags]",
         description=about,
-        epilog=_EPILOG.format(algo=example),
+        epilog=more + _EPILOG.format(algo=algo or "fedem"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
@@ -711,38 +737,9 @@ def _read_file_values(
             read[positive] = not flags[positive].read(value, where)
         elif key in flags:
             read[key] = flags[key].read(value, where)
-        elif cls is not None or not _owners(key):
-            raise UsageError(f"--config {path}: unknown key {key!r}" + _hint(key, list(flags), cls, str))
+        elif cls is not None or not hints.owners(key):
+            raise UsageError(f"--config {path}: unknown key {key!r}" + hints.for_key(key, list(flags), cls, str))
     return read
-
-
-def _refuse_unknown_words(words: Sequence[str], flags: Mapping[str, Flag], cls: type[Algorithm] | None) -> None:
-    options = [*flags, "config", "jobs", "list", "print_config", "help", *(f"no_{key}" for key in flags if flags[key].item_kind is bool)]
-    for word in words:
-        if not word.startswith("-") or word.strip("-") == "":
-            continue
-        spelled = word.partition("=")[0]
-        key = spelled.lstrip("-").replace("-", "_")
-        if cls is None and _owners(key):  # the missing --algo is the better news
-            continue
-        raise UsageError(f"unknown flag {spelled}" + _hint(key, options, cls, lambda key: "--" + key.replace("_", "-")))
-    if words and cls is not None:
-        raise UsageError(f"unexpected word {words[0]!r}: values follow a flag, such as --algo {cls.name}")
-
-
-def _hint(key: str, known: Sequence[str], cls: type[Algorithm] | None, spell: Any) -> str:
-    owners = _owners(key)
-    if owners and cls is not None:
-        return f": it belongs to {', '.join(owners)}, not to {cls.name}"
-    near = registry.nearest(key, known)
-    name = cls.name if cls else "NAME"
-    return f"; did you mean {spell(near[0])}?" if near else f"; python train.py --algo {name} --help shows all flags"
-
-
-def _owners(key: str) -> list[str]:
-    """Algorithms that have such a field of their own."""
-    names = {key, key.removeprefix("no_")} - {field.name for field in dataclasses.fields(Algorithm)}
-    return [name for name, cls in registry.algorithms().items() if names & {field.name for field in dataclasses.fields(cls)}]
 
 
 def _values(thing: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from datasets.csv_file import load_history
-from fedbench import config, model, newcomers, registry
+from fedbench import config, hints, model, newcomers
 from fedbench.errors import DataError, UsageError
 from fedbench.model import Model
 from fedbench.tracking import setup_logging
@@ -83,7 +83,7 @@ def client_of(loaded: Model, user: str) -> int:
     """The client that a user is, or what is wrong with the id."""
     if user in loaded.number:
         return loaded.number[user]
-    near = registry.nearest(user, loaded.number)
+    near = hints.nearest(user, loaded.number)
     hint = f"did you mean {near[0]}?" if near else f"ids look like {', '.join(list(loaded.number)[:3])}"
     least = loaded.split.protocol.min_interactions
     raise UsageError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -26,6 +25,7 @@ from typing import Any, TypeVar
 from fedbench.algorithm import Algorithm
 from fedbench.data import DatasetOptions, Interactions
 from fedbench.errors import UsageError
+from fedbench.hints import matching, nearest
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +44,8 @@ class Dataset:
     aliases: tuple[str, ...] = ()
 
 
+TABLES = (".csv", ".tsv")
+"""endings of a file of rows, which make a name a path even if there is no such file"""
 _algorithms: dict[str, type[Algorithm]] = {}
 _datasets: dict[str, Dataset] = {}
 """by name and by alias"""
@@ -70,35 +72,35 @@ def register_dataset(name: str, *, summary: str, aliases: Iterable[str] = ()) ->
 
 
 def algorithm(name_or_path: str) -> type[Algorithm]:
-    """The algorithm of that name, or the one in that .py file."""
-    known = algorithms()
-    if name_or_path in known:
-        return known[name_or_path]
-    if name_or_path.endswith(".py") or _has_separator(name_or_path):
+    """The algorithm of that name (capitals, hyphens and underscores do not matter), or the one in that .py file."""
+    known, name = algorithms(), algorithm_name(name_or_path)
+    if name in known:
+        return known[name]
+    if _is_algorithm_file(name_or_path):
         return _algorithm_in(Path(os.path.expanduser(name_or_path)))
     raise UsageError(f"--algo {name_or_path}: no such algorithm{_suggest(name_or_path, known)}; a path to a .py works too")
 
 
 def dataset(name_or_path: str) -> Loader:
-    """The loader of that name (or alias), or one that reads that file of comma-separated rows."""
-    _discover()
-    if name_or_path in _datasets:
-        return _datasets[name_or_path].load
-    path = Path(os.path.expanduser(name_or_path))
-    if name_or_path.endswith(".csv") or _has_separator(name_or_path) or os.path.isfile(path):
+    """The loader of that name or alias (capitals, hyphens and underscores do not matter), or one that reads that file of rows."""
+    name = dataset_name(name_or_path)
+    if name in _datasets:
+        return _datasets[name].load
+    if _is_dataset_file(name_or_path):
+        path = Path(os.path.expanduser(name_or_path))
         return lambda options: importlib.import_module("datasets.csv_file").load_csv(path, options)
     raise UsageError(f"--dataset {name_or_path}: no such dataset{_suggest(name_or_path, _datasets)}; a path to a .csv works too")
 
 
 def algorithms() -> dict[str, type[Algorithm]]:
     """All algorithms that have a name, sorted by it."""
-    _discover()
+    _discover("algorithms")
     return dict(sorted(_algorithms.items()))
 
 
 def datasets() -> dict[str, Dataset]:
     """All datasets that have a name, sorted by it; aliases left out."""
-    _discover()
+    _discover("datasets")
     return {name: entry for name, entry in sorted(_datasets.items()) if name == entry.name}
 
 
@@ -107,15 +109,28 @@ def dataset_names() -> list[str]:
     return list(datasets())
 
 
+def algorithm_name(name_or_path: str) -> str:
+    """The real name of an algorithm, as it is registered; a path, or what is not known, as it is."""
+    known = algorithms()
+    if name_or_path in known or _is_algorithm_file(name_or_path):
+        return name_or_path
+    return matching(name_or_path, known) or name_or_path
+
+
 def dataset_name(name_or_path: str) -> str:
-    """An alias's real name; anything else as it is."""
-    _discover()
+    """The real name of a dataset or of its alias, as it is registered; a path, or what is not known, as it is."""
+    _discover("datasets")
+    if name_or_path not in _datasets and not _is_dataset_file(name_or_path):
+        name_or_path = matching(name_or_path, _datasets) or name_or_path
     return _datasets[name_or_path].name if name_or_path in _datasets else name_or_path
 
 
-def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Up to three of the known words that look like this one, best first."""
-    return difflib.get_close_matches(word.lower(), list(known), n=3, cutoff=0.6)
+def _is_algorithm_file(name: str) -> bool:
+    return name.endswith(".py") or _has_separator(name)
+
+
+def _is_dataset_file(name: str) -> bool:
+    return name.endswith(TABLES) or _has_separator(name) or os.path.isfile(os.path.expanduser(name))
 
 
 @cache
@@ -202,16 +217,19 @@ _BY_PATH = "fedbench_file_"
 
 
 @cache
-def _discover() -> None:
-    """Import every built-in module and then every installed plug-in, each on its own."""
-    for package in ("algorithms", "datasets"):
-        for module in pkgutil.iter_modules([str(Path(__file__).parents[1] / package)]):
-            with _left_out_if_broken(f"{package}/{module.name}.py"):
-                importlib.import_module(f"{package}.{module.name}")
-    for package in ("algorithms", "datasets"):
-        for point in entry_points(group=f"fedbench.{package}"):
-            with _left_out_if_broken(f"the plug-in {point.name} ({point.value})"):
-                _add_plug_in(package, point)
+def _discover(package: str) -> None:
+    """Import every built-in module of a package and then every installed plug-in of that kind, each on its own."""
+    _import_built_ins(package)
+    for point in entry_points(group=f"fedbench.{package}"):
+        with _left_out_if_broken(f"the plug-in {point.name} ({point.value})"):
+            _add_plug_in(package, point)
+
+
+@cache
+def _import_built_ins(package: str) -> None:
+    for module in pkgutil.iter_modules([str(Path(__file__).parents[1] / package)]):
+        with _left_out_if_broken(f"{package}/{module.name}.py"):
+            importlib.import_module(f"{package}.{module.name}")
 
 
 def _add_plug_in(package: str, point: EntryPoint) -> None:
@@ -235,6 +253,8 @@ def _left_out_if_broken(what: str) -> Iterator[None]:
 
 @contextmanager
 def _registrations_undone() -> Iterator[None]:
+    for package in ("algorithms", "datasets"):  # a module registers when it is first imported, and then for good
+        _import_built_ins(package)
     before = dict(_algorithms), dict(_datasets)
     try:
         yield

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedbench import config, registry
+from fedbench import config, hints
 from fedbench.config import NOT_HASHED, RunConfig
 from fedbench.errors import UsageError
 
@@ -134,7 +134,8 @@ def words_of_line(line: Sequence[str]) -> Words:
             key = LONG.get(option, option).lstrip("-").replace("-", "_")
             values = found[key] = [value] if equals else []
         elif values is None:
-            raise UsageError(f"unexpected word {word!r}: values follow a flag, such as -n 10 20 50")
+            strays = list(itertools.takewhile(lambda word: not is_flag(word), line))
+            raise UsageError(hints.for_strays(strays, None) or f"unexpected word {word!r}: values follow a flag, such as -n 10 20 50")
         else:
             values.append(word)
     if "seeds" in found:
@@ -235,7 +236,7 @@ def _distinct(values: Iterator[Any]) -> list[Any]:
 def _refuse_unknown(table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     for key in table:
         if key not in known:
-            near = registry.nearest(key, known)
+            near = hints.nearest(key, known)
             raise UsageError(f"{where}unknown key {key!r}; " + (f"did you mean {near[0]}?" if near else f"use {', '.join(known)}"))
 
 

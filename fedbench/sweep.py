@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from fedbench import config, pool, registry, study
+from fedbench import config, hints, pool, study
 from fedbench.errors import UsageError
 from fedbench.lock import claimed
 from fedbench.parent import Parent
@@ -112,7 +112,7 @@ def split_line(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def better_hint(error: UsageError) -> UsageError:
     """train.py does not know the sweep's own flags."""
     unknown = re.search(r"unknown flag (--[\w-]+)", str(error))
-    near = registry.nearest(unknown[1], own_options()) if unknown and "did you mean" not in str(error) else []
+    near = hints.nearest(unknown[1], own_options()) if unknown and "did you mean" not in str(error) else []
     return UsageError(f"unknown flag {unknown[1]}; did you mean {near[0]}?") if unknown and near else error
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fedbench.cli import guard
-from fedbench.sweep import main
+from fedbench.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(guard(main, sys.argv[1:]))
+    sys.exit(main(["sweep", *sys.argv[1:]]))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+import fedbench
 from fedbench import cli, config, registry
+from fedbench.__main__ import COMMANDS
 from fedbench.__main__ import main as fedbench_main
 from fedbench.algorithm import Algorithm
 from fedbench.config import resolve
@@ -103,7 +107,7 @@ def test_flags_of_every_type(args: list[str]) -> None:
 
 
 def test_every_flag_of_the_design_is_there(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*args, "--help"]) == 0
+    assert cli.main([*args, "--help", "all"]) == 0
     text = capsys.readouterr().out
     named = "algo dataset protocol recipe rounds clients-per-round local-epochs batch-size negatives dim seed seeds device out"
     more = "resume config print-config no-mlflow quiet debug split train-negatives select-on min-interactions eval-negatives"
@@ -113,10 +117,31 @@ def test_every_flag_of_the_design_is_there(args: list[str], capsys: pytest.Captu
     assert "tiny: a tiny one, 100 % simple" in text and "50% is fair (default: 0.75; published: 0.5)" in " ".join(text.split())
 
 
-def test_help_without_an_algorithm_says_how_to_see_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_short_and_ends_with_examples_that_parse(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert "--algo NAME --help" in out and "examples:" in out and "(default: 100)" in out
+    assert "--algo NAME --help" in out and "--help all" in out and out.count("\n") < 45
+    assert max(map(len, out.splitlines())) <= 80
+    examples = [line.split()[2:] for line in out.partition("examples:")[2].splitlines() if line]
+    assert len(examples) > 2 and all(config.parse(words).configs for words in examples)
+    flags = {flag.option for cls in registry.algorithms().values() for group in config.flag_groups(cls).values() for flag in group}
+    named = set(re.findall(r"--[a-z][a-z-]*", out))
+    assert named <= {*flags, "--no-mlflow", "--help", "--version", "--list", "--jobs", "--config", "--print-config"}
+
+
+def test_help_of_an_algorithm_has_its_flags_and_help_all_every_flag(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for words in (f"--algo {tiny} --help", f"--help --algo {tiny}", f"--algo {tiny} --help all", "--help all", "--help=all"):
+        assert cli.main(words.split()) == 0
+        shown[words] = capsys.readouterr().out
+    short, turned, long, bare, same = shown.values()
+    assert short == turned and "--weight" in short and "--rounds" in short and "--split-seed" not in short and "--help all" in short
+    assert "--weight" in long and "--split-seed" in long and "--weight" not in bare and "(default: 100)" in bare and bare == same
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == fedbench_main(["--version"]) == 0
+    assert capsys.readouterr().out == f"fedbench {fedbench.__version__}\n" * 2
 
 
 def test_defaults_recipe_file_flags_in_this_order(args: list[str], tmp_path: Path) -> None:
@@ -222,6 +247,36 @@ def test_an_alias_becomes_the_name(tiny: str) -> None:
         assert resolve(["--algo", tiny, "--dataset", alias]).dataset == name
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("fedem filmtrust", "unexpected word 'fedem'; did you mean --algo fedem --dataset filmtrust?"),
+        ("FedEM ML_1M", "did you mean --algo fedem --dataset ml-1m?"),
+        ("fedem my.csv", "did you mean --algo fedem --dataset my.csv?"),
+        ("--algo fedmf --dataset synthetic --learning-rate 1", "unknown flag --learning-rate; did you mean --lr?"),
+        ("--algo popularity --dataset synthetic --lr 1", "unknown flag --lr: it belongs to central_mf, central_ncf, fedavg_ncf"),
+        ("--method fedem", "unknown flag --method; did you mean --algo?"),
+        ("--dataset movielens2 --algo fedmf", "did you mean movielens"),
+    ],
+)
+def test_what_was_meant_is_said(words: str, says: str, fails: Fails) -> None:
+    assert says in fails(*words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "canonical"),
+    [
+        ("--algo FedEM --dataset FilmTrust --protocol CLEAN", "--algo fedem --dataset filmtrust"),
+        ("--algo fedrec-mf --dataset ML_100K --split KFold --fold 0", "--algo fedrec_mf --dataset ml-100k --fold 0"),
+        ("--algo FEDAVG-NCF --dataset MovieLens --kernel OFF --device CPU", "--algo fedavg_ncf --dataset ml-1m --kernel off --device cpu"),
+        ("--algo local --dataset synthetic --split Item_Order", "--algo local --dataset synthetic --split item-order"),
+    ],
+)
+def test_names_in_any_capitals_are_the_same_run(words: str, canonical: str) -> None:
+    loose, exact = resolve(words.split()), resolve(canonical.split())
+    assert loose.to_dict() == exact.to_dict() and loose.digest() == exact.digest()
+
+
 def test_list_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -271,8 +326,15 @@ def test_list_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
         ("--weigh=1", "unknown flag --weigh; did you mean --weight?"),
         ("--no-exac", "unknown flag --no-exac; did you mean --no-exact?"),
         ("--round 1", "unknown flag --round; did you mean --rounds?"),
-        ("--qqqqq", "unknown flag --qqqqq; python train.py --algo tiny --help shows all flags"),
-        ("stray", "unexpected word 'stray'"),
+        ("--qqqqq", "unknown flag --qqqqq; python train.py --algo tiny --help all shows all flags"),
+        ("stray", "unexpected word 'stray': values follow a flag"),
+        ("filmtrust", "unexpected word 'filmtrust'; did you mean --dataset filmtrust?"),
+        ("--n 5", "unknown flag --n; did you mean -n/--clients-per-round?"),
+        ("--epochs 5", "unknown flag --epochs; did you mean -e/--local-epochs?"),
+        ("--gpu", "unknown flag --gpu; did you mean --device cuda?"),
+        ("-negatives 3", "unknown flag -negatives; did you mean --negatives?"),
+        ("--seed 0-2", "--seed must be a whole number, not '0-2'; several seeds are --seeds 0-2"),
+        ("--learning-rate 1", "unknown flag --learning-rate: --lr belongs to central_"),
         ("--rounds", "--rounds: expected one argument"),
         ("--config none.yaml", "must end in .json or .toml"),
         ("--config none.json", "none.json: cannot be read: No such file"),
@@ -327,7 +389,7 @@ def test_a_config_file_that_is_not_text(args: list[str], fails: Fails, tmp_path:
 def test_algo_and_dataset_are_needed(tiny: str, fails: Fails) -> None:
     assert "--algo is missing" in fails()
     assert "--algo is missing" in fails("--dataset", "rows.csv")
-    assert "--algo is missing" in fails("fedem", "filmtrust")
+    assert "--algo is missing" in fails("that", "way")
     assert "--dataset is missing" in fails("--algo", tiny)
     assert "did you mean --algo?" in fails("--alog", "fedem")
 
@@ -399,7 +461,6 @@ def test_errors_become_exit_codes(error: BaseException, code: int, line: str, ca
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        ("", 2, "a command is missing"),
         ("adit", 2, "unknown command 'adit'; did you mean audit?"),
         ("qqq", 2, "use one of train, sweep, audit, bench, fetch, list"),
         ("fetch", 2, "fetch takes names of datasets"),
@@ -416,12 +477,55 @@ def test_bad_commands(words: str, code: int, says: str, capsys: pytest.CaptureFi
 
 
 def test_good_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fedbench_main(["--help"]) == 0 and "audit" in capsys.readouterr().out
+    assert fedbench_main([]) == 2
+    usage = capsys.readouterr().err
+    assert all(f"\n  {name} " in usage for name in COMMANDS)
+    for words in (["--help"], ["help"]):
+        assert fedbench_main(words) == 0 and capsys.readouterr().out == usage
+    assert fedbench_main(["help", "audit"]) == 0 and "canaries" in capsys.readouterr().out
     assert fedbench_main(["list"]) == 0 and "datasets" in capsys.readouterr().out
 
 
 def started(*words: str, stdout: int = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
+
+
+def bare_python(*words: str) -> subprocess.CompletedProcess[str]:
+    """As `started`, by a Python that has none of the packages."""
+    return started("-I", "-S", "-c", f"import sys, runpy; sys.path.insert(0, {str(ROOT)!r}); {words[0]}", *words[1:])
+
+
+def test_without_the_virtual_environment_one_line_says_make_setup() -> None:
+    ran = 'runpy.run_path("train.py", run_name="__main__")'
+    done = bare_python(ran, "--algo", "fedem", "--dataset", "filmtrust")
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert "is not installed" in done.stderr and "`make setup`" in done.stderr and ".venv/bin/python" in done.stderr
+    assert bare_python(ran, "--help").stdout == cli.HELP
+    for module in ("runpy.run_module('fedbench', run_name='__main__')", "runpy.run_path('sweeps/grid.py', run_name='__main__')"):
+        done = bare_python(module, "list")
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "`make setup`" in done.stderr
+
+
+def test_an_older_python_is_told_what_is_needed() -> None:
+    done = bare_python("sys.version_info = (3, 8, 1); runpy.run_path('train.py', run_name='__main__')", "--help")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "Python 3.11 or newer is needed, this is 3.8" in done.stderr and "`make setup`" in done.stderr
+    for file in ("train.py", "sweeps/grid.py", "fedbench/__init__.py"):  # what it reads until then
+        ast.parse((ROOT / file).read_text(), feature_version=(3, 7))
+
+
+def test_every_package_that_is_imported_is_asked_for() -> None:
+    files = [file for room in ("fedbench", "algorithms", "datasets") for file in (ROOT / room).glob("*.py")]
+    trees = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    names = {alias.name for node in trees if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in trees if isinstance(node, ast.ImportFrom) and node.module}
+    known = {*sys.stdlib_module_names, "fedbench", "algorithms", "datasets", "tests", "ray", "triton", "cvxpy"}
+    assert {name.partition(".")[0] for name in names} - known == set(cli.PACKAGES)
+
+
+def test_help_imports_no_package() -> None:
+    code = "import sys; from fedbench import cli; cli.main(['--help']); print([name for name in cli.PACKAGES if name in sys.modules])"
+    assert started("-c", code).stdout.splitlines()[-1] == "[]"
 
 
 def test_train_py_as_a_process(args: list[str]) -> None:

@@ -31,7 +31,7 @@ class Small(Algorithm):
 
 @pytest.fixture(autouse=True)
 def same_tables_afterwards() -> Iterator[None]:
-    registry.algorithms()
+    registry.algorithms(), registry.datasets()
     with registry._registrations_undone():
         yield
     registry._discover.cache_clear()
