@@ -151,7 +151,7 @@ def prune(out: Path, keep: int) -> None:
     gone = [file for file in files if file.suffix == ".part" or file.stem not in stays]
     for file in gone:
         file.unlink()
-    if files and len(gone) == len(files):
+    if len(gone) == len(files) and (out / FOLDER).is_dir():
         (out / FOLDER).rmdir()
 
 

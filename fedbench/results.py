@@ -89,6 +89,7 @@ def summarise(
         "seconds_per_round": float(np.median([line["seconds"] for line in lines])) if lines else 0.0,
         "peak_rss_mb": peak_rss_mb(),
         "device": device,
+        "config_hash": config.digest(),
     }
     return summary | {"notes": notes(summary, parts)}
 
@@ -178,12 +179,17 @@ def final_table(summary: dict[str, Any], parts: Split) -> str:
     lines = ["", f"{head} ({chosen}), {parts.clients:,} clients{sample}, {parts.items:,} items"]
     lines.append(" " * width + "".join(f"{name.replace('_10', '@10').replace('_', ' ').upper():>14}" for name in columns))
     for name, metrics in rows:
-        lines.append(f"{name:<{width}}" + "".join(f"{metrics[column]:>14.4f}" for column in columns))
+        lines.append(f"{name:<{width}}" + "".join(f"{_number(metrics[column]):>14.4f}" for column in columns))
     lines.append(f"{summary['seconds_per_round']:.2f} s a round, {human(summary['bytes_up'])} up, {human(summary['bytes_down'])} down, "
                  f"{summary['client_visits']:,} client visits")  # fmt: skip
     if any(summary[name] for name in COUNTED):
         lines.append(", ".join(f"{summary[name]:,} {name}" for name in COUNTED) + " (clients, over all rounds)")
     return "\n".join([*lines, *(f"! {note}" for note in summary["notes"])])
+
+
+def _number(value: float | None) -> float:
+    """What is not finite is null in summary.json."""
+    return float("nan") if value is None else value
 
 
 def human(size: float) -> str:

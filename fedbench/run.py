@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -24,10 +24,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 
-from fedbench import checkpoint, fused, mirror, newcomers, pool, ranks, registry
+from fedbench import checkpoint, finished, fused, mirror, newcomers, pool, ranks, registry
 from fedbench.algorithm import Algorithm, Tensors
 from fedbench.central import Central
-from fedbench.config import RunConfig, placed, read_config
+from fedbench.config import RunConfig, placed
 from fedbench.data import Interactions
 from fedbench.errors import FedbenchError, UsageError
 from fedbench.evaluate import metrics_of
@@ -55,28 +55,35 @@ def run_several(configs: Sequence[RunConfig], parent: Path | None, jobs: int = 1
     if parent is None:
         parent = new_folder(configs[0])
         configs = placed(configs, parent)
-    summaries = [run(config) for config in configs] if jobs == 1 else in_processes(configs, parent / "work", jobs)
-    summary = over_runs(summaries, [pd.read_parquet(str(config.out / "per_client.parquet")) for config in configs if config.out])
-    write_json(parent / "summary.json", plain(summary))
+    with claimed(parent):
+        finished.refuse_single_run(parent)
+        summaries = [plain(run(config)) for config in configs] if jobs == 1 else in_processes(configs, parent / "work", jobs)
+        summary = over_runs(summaries, [pd.read_parquet(str(config.out / "per_client.parquet")) for config in configs if config.out])
+        write_json(parent / "summary.json", plain(summary))
     print(f"\n{mean_table(summary)}\nfolder  {parent}")
     return summary
 
 
 def in_processes(configs: Sequence[RunConfig], work: Path, at_once: int) -> list[dict[str, Any]]:
-    """The summaries of runs in processes of their own, each into its config's folder."""
+    """The summaries of runs in processes of their own, each into its config's folder; those that are finished are not started."""
     folders = {str(number): config.out for number, config in enumerate(configs) if config.out}
     threads = pool.threads_each(configs[0].threads, at_once)
     failed = []
-    bar = tqdm(total=len(folders), desc=configs[0].algo, unit="run", disable=configs[0].quiet, dynamic_ncols=True)
+    missing = [key for key, out in folders.items() if not finished.skip(out, configs[int(key)])]
+    if not missing:
+        return [read_json(out / "summary.json") for out in folders.values()]
+    done = len(folders) - len(missing)
+    bar = tqdm(total=len(folders), initial=done, desc=configs[0].algo, unit="run", disable=configs[0].quiet, dynamic_ncols=True)
     with bar, mlflow_at_hand(configs[0].mlflow) as here:
-        jobs = [pool.job(key, configs[int(key)].to_dict(), out, work, threads, **here) for key, out in folders.items()]
-        for event in pool.run(jobs, at_once):
-            if event.code is not None:
-                bar.update()
-            if event.code:
-                failed.append(f"{folders[event.key]}: {pool.last_error(work / f'{event.key}.log', event.code)}")
+        jobs = [pool.job(key, configs[int(key)].to_dict(), folders[key], work, threads, **here) for key in missing]
+        with closing(pool.run(jobs, at_once)) as events:
+            for event in events:
+                if event.code is not None:
+                    bar.update()
+                if event.code:
+                    failed.append(f"{folders[event.key]}: {pool.last_error(work / f'{event.key}.log', event.code)}")
     if failed:
-        raise FedbenchError(f"{len(failed)} of {len(jobs)} runs failed: {'; '.join(failed)}")
+        raise FedbenchError(f"{len(failed)} of {len(folders)} runs failed: {'; '.join(failed)}")
     return [read_json(out / "summary.json") for out in folders.values()]
 
 
@@ -101,6 +108,10 @@ def run(config: RunConfig) -> dict[str, Any]:
         config = once_more(config)
     out = Path(ranks.told(lambda: str(choose_folder(config))))
     with claimed(out) if ranks.is_first() else nullcontext(), install_listener("numba:compile", Compiling()):
+        if summary := ranks.told(lambda: finished.find(out, config, parts)):
+            if ranks.is_first():
+                finished.say(out, config, summary, parts)
+            return summary
         resume, state = told_state(lambda: going_on(out, config, parts))
         return carry_out(config, parts, dataset, device, out, resume, state)
 
@@ -175,9 +186,7 @@ def carry_out(
             refitted = refit(federation, best.round, run_log, config, out)
             summary |= {"refit": refit_summary(best.round, refitted), "peak_rss_mb": peak_rss_mb()}
         keep_model(out, federation, best, config)
-        run_log.finish(summary, per_client(parts, best.outcome, refitted))
-        if ranks.is_first():
-            checkpoint.prune(out, keep=0)
+        run_log.finish(summary, per_client(parts, best.outcome, refitted), partial(checkpoint.prune, out, keep=0))
     except KeyboardInterrupt:
         run_log.end("KILLED")
         raise
@@ -404,16 +413,20 @@ def going_on(out: Path, config: RunConfig, parts: Split) -> tuple[bool, checkpoi
     The state of another configuration, dataset or protocol is refused before anything in the folder is touched.
     """
     named = config.resume not in ("auto", "never")
-    if named and not (out / "config.json").exists():
-        raise UsageError(f"--resume {out}: no run and no checkpoint there; give the folder of a run that was interrupted")
-    if named and (out / "summary.json").exists():
-        raise UsageError(f"--resume {out}: that run is finished; its result is in {out / 'summary.json'}")
-    if config.resume == "never" or not (out / "config.json").exists() or (out / "summary.json").exists():
+    if not (out / "config.json").exists():
+        if named:
+            raise UsageError(f"--resume {out}: no run and no checkpoint there; give the folder of a run that was interrupted")
+        finished.refuse_several(out)
         return False, None
-    there, here = read_config(out / "config.json"), config.to_dict()
-    for key in config.identity():
-        if there.get(key) != here[key]:
-            refuse(out, f"that run has --{key.replace('_', '-')} {there.get(key)}, here it is {here[key]}; give the same flags")
+    if config.resume == "never":
+        return False, None
+    here = config.to_dict()
+    if differs := finished.difference(out, config):
+        if not named and (out / "summary.json").exists():
+            raise UsageError(f"--out {out} already holds a run: {differs}; choose another folder")
+        refuse(out, f"{differs}; give the same flags")
+    if (out / "summary.json").exists():
+        refuse(out, f"{out / 'summary.json'} is no summary of a run; remove it, or start again with another --out")
     state = checkpoint.newest(out)
     if state is None:
         if named and checkpoint.rounds(out):

@@ -156,14 +156,15 @@ class RunLog:
         with (self.out / "refit.jsonl").open("w" if line["round"] == 1 else "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def finish(self, summary: dict[str, Any], per_client: pd.DataFrame) -> None:
-        """Write per_client.parquet, the figures and, last and atomically, summary.json; then complete the MLflow run."""
+    def finish(self, summary: dict[str, Any], per_client: pd.DataFrame, tidy: Callable[[], None] = lambda: None) -> None:
+        """Write per_client.parquet, the figures and, last and atomically, summary.json; tidy; then complete the MLflow run."""
         if self._metrics is None:
             self._start_metrics(None)
         summary = plain(summary)
         per_client.to_parquet(self.out / "per_client.parquet", index=False)
         self._draw(summary, per_client)
         write_json(self.out / "summary.json", summary)
+        tidy()
         if self._mirror:
             self._end_mirror("FINISHED", final_metrics(summary, self._config), [self.out / name for name in FILES])
             if self.link:
@@ -237,7 +238,7 @@ class NoLog(RunLog):
 
     def refit_round(self, metrics: dict[str, float]) -> None: ...
 
-    def finish(self, summary: dict[str, Any], per_client: pd.DataFrame) -> None: ...
+    def finish(self, summary: dict[str, Any], per_client: pd.DataFrame, tidy: Callable[[], None] = lambda: None) -> None: ...
 
     def end(self, status: str) -> None: ...
 
