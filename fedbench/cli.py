@@ -9,10 +9,11 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 
 from fedbench import __version__
-from fedbench.errors import DISK_FULL, FedbenchError, UsageError
+from fedbench.errors import DISK_FULL, DataError, FedbenchError, UsageError
 
 Command = Callable[[list[str]], int]
 
@@ -127,6 +128,8 @@ def fetch(argv: list[str]) -> int:
         raise UsageError("fetch takes names of datasets, such as `fetch filmtrust ml-1m`; `list` shows them")
     loaders = {registry.dataset_name(name): registry.dataset(name) for name in argv}
     for name, load in loaders.items():
+        with suppress(DataError):
+            load(DatasetOptions(ncf=True))  # --protocol ncf reads other files
         data = load(DatasetOptions())
         print(f"{name}: {data.users:,} users, {data.items:,} items, {len(data.user):,} interactions from {data.source}")
     return 0

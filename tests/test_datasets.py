@@ -7,7 +7,6 @@ import csv
 import dataclasses
 import io
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -33,10 +32,9 @@ from fedbench import sources
 from fedbench.data import DatasetOptions, Interactions
 from fedbench.errors import DataError, UsageError
 from fedbench.sources import DataFile, Package, SourceFailed, Web, obtain, read_member
+from tests.real_data import REAL, needs, real
 
 REPO = Path(__file__).resolve().parents[1]
-REAL = Path(os.environ.get("FEDBENCH_DATA") or REPO.parent / "shared" / "data")
-real_data = pytest.mark.skipif(not (REAL / "ml-1m" / "ratings.dat").is_file(), reason="the real files are not here")
 OPTIONS = DatasetOptions()
 
 
@@ -68,15 +66,14 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # ---- real files --------------------------------------------------------------------------------------------------------
 
 
-@real_data
 @pytest.mark.parametrize(
     ("load", "users", "items", "rows", "merged", "scale", "timed", "checksum"),
     [
-        (filmtrust.load, 1508, 2071, 35_494, 3, (0.5, 4.0), False, "d0d5fef0e9ae75f7"),
-        (ml_100k.load, 943, 1682, 100_000, 0, (1.0, 5.0), True, "172a847e2a279fe9"),
-        (ml_1m.load, 6040, 3706, 1_000_209, 0, (1.0, 5.0), True, "b191bbe45c07c09d"),
-        (lastfm_2k.load, 1600, 12_454, 70_508, 115_142, (1.0, 1.0), True, "92104b864d3673fe"),
-        (pinterest.load, 37_501, 9836, 1_000_154, 0, (1.0, 1.0), False, "2a714ab03c08f678"),
+        real("filmtrust/ratings.txt", filmtrust.load, 1508, 2071, 35_494, 3, (0.5, 4.0), False, "d0d5fef0e9ae75f7"),
+        real("ml-100k/u.data", ml_100k.load, 943, 1682, 100_000, 0, (1.0, 5.0), True, "172a847e2a279fe9"),
+        real("ml-1m/ml-1m.train.rating", ml_1m.load, 6040, 3706, 1_000_209, 0, (1.0, 5.0), True, "b191bbe45c07c09d"),
+        real("lastfm-2k/ratings.dat", lastfm_2k.load, 1600, 12_454, 70_508, 115_142, (1.0, 1.0), True, "92104b864d3673fe"),
+        real("pinterest/first37501.train.rating", pinterest.load, 37_501, 9836, 1_000_154, 0, (1.0, 1.0), False, "2a714ab03c08f678"),
     ],
 )
 def test_real_files(
@@ -108,7 +105,7 @@ def test_real_files(
     assert not offline
 
 
-@real_data
+@needs("ml-1m/ratings.dat")
 def test_ml_1m_rows_are_those_of_the_plain_reading() -> None:
     """The slow and obvious reading of the first 5,000 lines."""
     data = ml_1m.load(DatasetOptions(data_dir=REAL))
@@ -120,7 +117,8 @@ def test_ml_1m_rows_are_those_of_the_plain_reading() -> None:
     assert list(data.item_ids[: len(seen)]) == list(seen)
 
 
-@real_data
+@needs("ml-1m/ratings.dat")
+@needs("ml-1m/ml-1m.train.rating")
 def test_ml_1m_from_the_ncf_files_is_the_same_data(tmp_path: Path, offline: list[str]) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
@@ -133,8 +131,8 @@ def test_ml_1m_from_the_ncf_files_is_the_same_data(tmp_path: Path, offline: list
     assert any("ids are those of the NCF" in note for note in from_ncf.notes) and not whole.notes
 
 
-@real_data
-def test_ml_1m_ncf_split_and_candidates(tmp_path: Path, offline: list[str]) -> None:
+@needs("ml-1m/ml-1m.test.negative")
+def test_ml_1m_ncf_split_and_candidates(offline: list[str]) -> None:
     data = ml_1m.load(DatasetOptions(data_dir=REAL, ncf=True))
     assert data.held_out is not None and data.candidates is not None
     with (REAL / "ml-1m" / "ml-1m.test.negative").open() as lines:
@@ -145,15 +143,20 @@ def test_ml_1m_ncf_split_and_candidates(tmp_path: Path, offline: list[str]) -> N
     pairs = set(zip(data.user.tolist(), data.item.tolist(), strict=True))
     assert all(pair in pairs for pair in enumerate(data.held_out.tolist()))
 
+
+@needs("ml-1m/ml-1m.train.rating")
+def test_ml_1m_ncf_split_without_the_papers_candidates(tmp_path: Path, offline: list[str]) -> None:
     for file in (ml_1m.TRAIN, ml_1m.TEST):
         (tmp_path / file.name).symlink_to(REAL / "ml-1m" / file.name)
-    bare = ml_1m.load(DatasetOptions(data_dir=tmp_path, ncf=True))
-    assert bare.candidates is None and ncf.NO_NEGATIVES in bare.notes
-    assert bare.held_out is not None and np.array_equal(bare.held_out, data.held_out)
+    data = ml_1m.load(DatasetOptions(data_dir=tmp_path, ncf=True))
+    assert data.candidates is None and ncf.NO_NEGATIVES in data.notes
+    with (REAL / "ml-1m" / ml_1m.TEST.name).open() as lines:
+        held_out = [int(line.split()[1]) for line in lines]
+    assert data.held_out is not None and data.held_out.tolist() == held_out
     assert offline == [f"{ncf.REPOSITORY}/ml-1m.test.negative"]
 
 
-@real_data
+@needs("pinterest/first37501.train.rating")
 def test_pinterest_says_that_it_is_a_subset(offline: list[str]) -> None:
     data = pinterest.load(DatasetOptions(data_dir=REAL))
     assert any("SUBSET of 37,501 users" in note for note in data.notes)
@@ -161,7 +164,8 @@ def test_pinterest_says_that_it_is_a_subset(offline: list[str]) -> None:
     assert data.candidates is None
 
 
-@real_data
+@needs("filmtrust/ratings.txt")
+@needs("lastfm-2k/ratings.dat")
 def test_other_shapes_of_the_files_convert_to_the_same_bytes() -> None:
     text = (REAL / "filmtrust" / "ratings.txt").read_bytes()
     assert filmtrust.single_spaced(text.replace(b" ", b"  ").replace(b"\n", b"\r\n")) == text
@@ -171,7 +175,7 @@ def test_other_shapes_of_the_files_convert_to_the_same_bytes() -> None:
     assert lastfm_2k.from_official(b"userID\tartistID\ttagID\ttimestamp\r\n" + rows.replace(b",", b"\t") + rare) == rows
 
 
-@real_data
+@needs("lastfm-2k/ratings.dat")
 def test_lastfm_time_is_the_latest_tag_in_seconds() -> None:
     data = lastfm_2k.load(DatasetOptions(data_dir=REAL))
     latest: dict[tuple[int, int], int] = {}
@@ -184,7 +188,7 @@ def test_lastfm_time_is_the_latest_tag_in_seconds() -> None:
     assert complete and all(times[pair] == time for pair, time in complete.items())
 
 
-@real_data
+@needs("filmtrust/ratings.txt")
 def test_a_changed_file_in_the_folder_is_refused(tmp_path: Path, offline: list[str]) -> None:
     text = (REAL / "filmtrust" / "ratings.txt").read_text()
     target = tmp_path / "filmtrust" / "ratings.txt"
@@ -588,6 +592,30 @@ def test_csv_columns(tmp_path: Path) -> None:
     assert positional.checksum() == data.checksum()
 
 
+@pytest.mark.parametrize("separator", [",", ";", "\t", "::"])
+@pytest.mark.parametrize(
+    "header",
+    ["userId,movieId,rating,timestamp", "User_ID,Item ID,Stars,ts", "\ufeffuid,iid,score,time", "user-id,asin,overall,unixReviewTime", ""],
+)
+def test_csv_as_others_write_it(header: str, separator: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain = csv_of(tmp_path, "user,item,rating,time\nann,x,4.5,30\nann,y,1,20\nbob,x,2,10\n")
+    assert not caplog.records
+    rows = [row for row in (header, "ann,x,4.5,30", "ann,y,1,20", "bob,x,2,10") if row]
+    with caplog.at_level(logging.INFO, logger="fedbench"):
+        data = csv_of(tmp_path, "\n".join(rows).replace(",", separator))
+    assert data.checksum() == plain.checksum() and data.user_ids.tolist() == ["ann", "bob"]
+    assert ("(user)" in caplog.text) == bool(header) and ("separated by" in caplog.text) == (bool(header) or separator != ",")
+
+
+def test_csv_ids_with_other_separators_in_them(tmp_path: Path) -> None:
+    data = csv_of(tmp_path, 'a;b,x\n"c\td",y::z\n')
+    assert data.user_ids.tolist() == ["a;b", "c\td"] and data.item_ids.tolist() == ["x", "y::z"]
+    quoted = csv_of(tmp_path, '"Doe; J","a;b"\n"Roe; R","c;d"\n')
+    assert quoted.user_ids.tolist() == ["Doe; J", "Roe; R"]
+    semicolons = csv_of(tmp_path, 'userId;movieId;rating\n"Doe, J";"x;y";4\nRoe;z;5\n')
+    assert semicolons.user_ids.tolist() == ["Doe, J", "Roe"] and semicolons.item_ids.tolist() == ["x;y", "z"]
+
+
 def test_csv_implicit(tmp_path: Path) -> None:
     for content in ("a,x\na,y\nb,x\n", "a,x,5\na,y,5\nb,x,5\n", "user,item\na,x\na,y\nb,x\n", "\ufeffuser,item\na,x\na,y\nb,x\n"):
         data = csv_of(tmp_path, content)
@@ -623,11 +651,14 @@ def test_csv_quoted_ids_and_fractions_of_seconds(tmp_path: Path) -> None:
         ("a,x\n\na,y,3\n", "ratings.csv:3: 3 columns where 2 belong (user,item)"),
         ("a\nb\n", "ratings.csv:1: 1 columns; rows are user,item"),
         ("a,b,c,d,e\n", "ratings.csv:1: 5 columns; rows are user,item"),
-        (
-            "userId,movieId,rating\n1,2,3\n",
-            "ratings.csv:1: rating 'rating' is not a number; ratings are numbers such as 4.5 (a header",
-        ),
-        ("user,item,timestamp\na,x,1\n", "ratings.csv:1: column 'timestamp' is not known"),
+        ("who,what,rating\n1,2,3\n", "ratings.csv:1: rating 'rating' is not a number; ratings are numbers such as 4.5 (a header"),
+        ("userId,thing,rating\n1,2,3\n", "ratings.csv:1: the header names user and rating and no item; call its column item"),
+        ("user,item,genre\na,x,1\n", "ratings.csv:1: column 'genre' is not known"),
+        ("item,movieId,user\na,x,1\n", "ratings.csv:1: column 'item' stands there twice"),
+        ("user;item;rating\na;x;3,5\n", "ratings.csv:2: rating '3,5' is not a number; ratings are numbers such as 4.5"),
+        ("1;2;3,5\n1;3;4,0\n", "ratings.csv:1: 2 columns by the comma, 3 by the ;; name them in a first line"),
+        ("1\t2\t3\n1\t2\n", "ratings.csv:2: 2 columns where 3 belong (user,item,rating)"),
+        ("1::2::3\n1\t2::3\n", "ratings.csv:2: a tab in a file whose cells are separated by ::"),
         ("user,item,user\na,x,1\n", "ratings.csv:1: column 'user' stands there twice"),
         ("user,item\n", "ratings.csv has a header and no rows"),
         ("user,item", "ratings.csv has a header and no rows"),

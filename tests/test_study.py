@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,10 @@ import pytest
 from fedbench import pool, registry, run, study, sweep, tables
 from fedbench.config import resolve
 from fedbench.errors import UsageError
+from tests.real_data import FETCHED, REAL
 
 ROOT = Path(__file__).parents[1]
 STUDIES = sorted((ROOT / "sweeps").glob("*.toml"))
-REAL = Path(os.environ.get("FEDBENCH_DATA") or ROOT.parent / "shared" / "data")
 FEDMF = "--algo fedmf --dataset synthetic"
 
 
@@ -169,7 +168,7 @@ def test_a_shipped_study_runs(file: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert found.about and len(found.points) > 5
     smallest = min(found.points.values(), key=lambda point: sweep.work(point)[2])
     if not (REAL / smallest.config.dataset).is_dir():
-        pytest.skip("the real files are not here")
+        pytest.skip(f"{smallest.config.dataset} is not here: `{FETCHED}` brings it")
     monkeypatch.setenv("FEDBENCH_DATA", str(REAL))
     summary = run.run(dataclasses.replace(smallest.config, out=tmp_path / "run"))
     assert summary["rounds"] == 1 and sweep.finished(tmp_path / "run", smallest)
