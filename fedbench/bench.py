@@ -196,12 +196,9 @@ def measure(run: config.RunConfig, loop_clients: int | None = None, state_mb: fl
     algorithm, device = run.algorithm, choose_device(run.device)
     check_cohort(algorithm, split)
     dtype = torch.float64 if run.dtype == "float64" else torch.float32
-    one = algorithm.init_client(world_of(split), draw_for(Draw(run.seed, 0, None, dtype, device), np.arange(1)))
-    kept = sum(value[0].numel() * value.element_size() for value in one.values())
-    everybody = split.clients
-    if state_mb is not None and kept * everybody > state_mb * 1e6:
-        split = first_clients(split, max(1, int(state_mb * 1e6 / kept)))
-        check_cohort(algorithm, split)
+    kept, everybody = kept_bytes(run, split, dtype, device), split.clients
+    split = bounded_split(run, split, state_mb, dtype, device)
+    check_cohort(algorithm, split)
     engine: dict[str, Any] = {"kernel": run.kernel, "block_rows": run.block_rows, "compile": run.compile}
     federation = Federation.start(algorithm, split, run.seed, device, dtype, **engine)
     rounds = several_rounds(federation, clock)
@@ -237,6 +234,18 @@ def measure(run: config.RunConfig, loop_clients: int | None = None, state_mb: fl
         "updates_per_second": updates / batched,
         "limit": limit * threads,
     }
+
+
+def kept_bytes(run: config.RunConfig, split: Split, dtype: torch.dtype, device: str) -> int:
+    """What one client keeps between rounds."""
+    one = run.algorithm.init_client(world_of(split), draw_for(Draw(run.seed, 0, None, dtype, device), np.arange(1)))
+    return sum(value[0].numel() * value.element_size() for value in one.values())
+
+
+def bounded_split(run: config.RunConfig, split: Split, state_mb: float | None, dtype: torch.dtype, device: str) -> Split:
+    """As many of the first clients as keep no more than so many MB together."""
+    kept = kept_bytes(run, split, dtype, device)
+    return split if state_mb is None or kept * split.clients <= state_mb * 1e6 else first_clients(split, max(1, int(state_mb * 1e6 / kept)))
 
 
 def several_rounds(federation: Federation, clock: Clock) -> list[dict[str, float]]:

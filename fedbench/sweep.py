@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--study", type=Path, metavar="FILE", help="a .toml file with axes and fixed values; flags given here overrule it")
     own.add_argument("--name", help="name of the sweep (default: the study's, or algorithm and dataset)")
     own.add_argument("--out", type=Path, metavar="DIR", help=f"folder of the sweep (default: {PLACE}/<name>-<hash>)")
-    own.add_argument("--dry-run", action="store_true", help="show the points, and an estimate of the time if some are finished")
+    own.add_argument("--dry-run", action="store_true", help="show the points and how long they may take, by short trials; run nothing")
     own.add_argument("--jobs", type=whole_number, default=1, metavar="N", help="points at once; they share the CPU threads (default: 1)")
     own.add_argument("--backend", choices=("pool", "ray"), default="pool", help="processes here, or tasks on a Ray cluster (default: pool)")
     own.add_argument("--cpus-per-point", type=whole_number, default=1, metavar="N", help="with ray: CPUs of a point (default: 1)")
@@ -122,7 +122,7 @@ def carry_out(what: Study, options: argparse.Namespace, argv: Sequence[str]) -> 
     setup_logging(first.quiet, first.debug)
     folder = options.out or PLACE / f"{what.name}-{what.hash8()}"
     if options.dry_run:
-        print(plan(Progress.read(folder, what), options.jobs))
+        show_plan(Progress.read(folder, what), options.jobs)
         return 0
     with claimed(folder):
         progress = Progress.read(folder, what)
@@ -205,17 +205,43 @@ def finished(folder: Path, point: Point) -> bool:
     return all(there.get(key) == here[key] for key in point.config.identity() if key not in ("algo", "dataset"))
 
 
-def plan(progress: Progress, jobs: int) -> str:
-    """The points, and how long those that are missing may take."""
+def show_plan(progress: Progress, jobs: int) -> None:
+    """The points, and how big those that are missing are and how long they may take."""
     points = progress.what.points
     done, missing = progress.keys("finished"), progress.keys("waiting", "failed")
-    lines = [f"{key}  {entry['status']:<8}  {points[key].label}" for key, entry in progress.entries.items()]
-    lines.append(f"{len(points)} points, {len(done)} finished, into {progress.folder}")
-    if missing and done:
-        seconds = sum(estimate(progress).values()) / jobs
-        lines.append(f"the missing {len(missing)} may take {clock(seconds)} with --jobs {jobs}, by the time of the finished ones")
-    elif missing:
-        lines.append("no point is finished yet, so there is no estimate of the time")
+    for key, entry in progress.entries.items():
+        print(f"{key}  {entry['status']:<8}  {points[key].label}")
+    print(f"{len(points)} points, {len(done)} finished, into {progress.folder}", flush=True)
+    if missing:
+        print(forecast(progress, jobs))
+
+
+def forecast(progress: Progress, jobs: int) -> str:
+    """The missing points' size and time: by the finished ones of their algorithm and data, or by short trials."""
+    from fedbench import trials
+
+    points, missing = progress.what.points, progress.keys("waiting", "failed")
+    known = {kind(points[key]) for key in progress.keys("finished")}
+    tried = {kind(points[key]): points[key].config for key in sorted(missing, key=lambda key: -work(points[key])[2])}  # the smallest stays
+    unknown = {one: tried[one] for one in dict.fromkeys(kind(points[key]) for key in missing) if one not in known}
+    began = time.monotonic()
+    found = trials.run(unknown, pool.threads_each(next(iter(points.values())).config.threads, jobs)) if unknown else {}
+    took = time.monotonic() - began
+    trial = {one: told for one, told in found.items() if isinstance(told, trials.Trial)}
+    by_finished = estimate(progress)
+    seconds = {key: by_finished[key] for key in missing if kind(points[key]) in known}
+    seconds |= {key: trial[kind(points[key])].seconds(points[key].config) for key in missing if kind(points[key]) in trial}
+    sized = {key: (trial[kind(points[key])], points[key].config) for key in missing if kind(points[key]) in trial}
+    lines = [f"{algo} on {dataset}: {told}" for (algo, dataset), told in found.items() if isinstance(told, str)]
+    if untold := [" on ".join(one) for one in unknown if one not in found]:
+        lines.append(f"{trials.SECONDS:.0f} s did not suffice to try {', '.join(untold)}")
+    if sized:
+        visits = sum(one.rounds(run) * one.visits(run) for one, run in sized.values())
+        lines.append(f"{sum(one.rounds(run) for one, run in sized.values()):,.0f} rounds, {visits:,.0f} client visits")
+    if seconds:
+        by = " and ".join(filter(None, ["the finished ones" if known else "", f"trials of {took:.0f} s" if trial else ""]))
+        count = f"{len(seconds)} of the {len(missing)} missing" if len(seconds) < len(missing) else f"the missing {len(missing)}"
+        lines.append(f"{count} may take {clock(sum(seconds.values()) / jobs)} with --jobs {jobs}, by {by}")
     return "\n".join(lines)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,8 +17,9 @@ from urllib.parse import parse_qs, unquote
 import pandas as pd
 import pytest
 
-from fedbench import mirror, pool, study, sweep, tables
+from fedbench import mirror, pool, study, sweep, tables, trials
 from fedbench.__main__ import main as fedbench_main
+from fedbench.config import resolve
 from fedbench.errors import UsageError
 from fedbench.lock import claimed
 from fedbench.tracking import mlflow_run_of
@@ -212,7 +214,34 @@ def test_dry_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert sweep.main([*GRID, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert out.count("waiting") == 4 and "4 points, 0 finished, into runs/sweeps/fedmf-synthetic-" in out
+    assert "\n8 rounds, 120 client visits\n" in out
+    assert re.search(r"\nthe missing 4 may take \d+ s with --jobs 1, by trials of \d+ s\n", out)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_says_what_it_cannot_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert sweep.main([*LINE, "--algo", "fedmf", "popularity", "-n", "999", "--dry-run", "--jobs", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "fedmf on synthetic: -n/--clients-per-round 999 is more than the 40 clients" in out and "may take" not in out
+    monkeypatch.setattr(trials, "SECONDS", 0.0)
+    monkeypatch.setattr(trials.run, "__defaults__", (0.0,))
+    assert sweep.main([*GRID, "--dry-run"]) == 0
+    assert "0 s did not suffice to try fedmf on synthetic" in capsys.readouterr().out
+
+
+def test_a_trials_time_grows_with_the_run() -> None:
+    trial = trials.Trial(start=3.0, work=2.0, evaluation=1.0, ranking=5.0, cohort=10, epochs=2, clients=40, bytes=1000.0)
+
+    def seconds(words: str) -> float:
+        return trial.seconds(resolve(["--algo", "fedmf", *DATA, *words.split()]))
+
+    assert seconds("-n 10 -e 2 --rounds 4") == 3 + 4 * (2 + 1) + 5
+    assert seconds("-n 20 -e 6 --rounds 4") == 3 + 4 * (2 * 2 * 3 + 1) + 5
+    assert seconds("-e 2 --rounds 4 --eval-every 2") == 3 + 4 * (2 * 4 + 1 / 2) + 5
+    assert seconds("-n 10 -e 2 --rounds 4 --refit") == 3 + 2 * 4 * (2 + 1) + 5
+    assert seconds("-n 10 -e 2 --budget visits --budget-value 40") == seconds("-n 10 -e 2 --rounds 4")
+    assert seconds("-n 20 -e 1 --budget bytes --budget-value 8000") == seconds("-n 20 -e 1 --rounds 4")
 
 
 def test_means_over_seeds_have_students_interval() -> None:
