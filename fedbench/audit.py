@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedbench import config
+from fedbench.console import fitted
 from fedbench.errors import UsageError
 from fedbench.evaluate import ranking_metrics
 from fedbench.federation import Federation
@@ -49,11 +50,12 @@ def main(argv: list[str]) -> int:
     setup_logging(quiet=True, debug=canaries[0].debug)
     split, data = prepare(canaries[0].dataset, canaries[0].protocol, canaries[0].data)
     rounds = canaries[1].algorithm.rounds if any(word.split("=")[0] == "--rounds" for word in argv) else ROUNDS
-    print(f"audit of {data.name}, protocol {split.protocol.name} [{split.fingerprint}]: {split.clients:,} clients, {split.items:,} items")
+    about = f"audit of {data.name}, protocol {split.protocol.name} [{split.fingerprint}]: {split.clients:,} clients, {split.items:,} items"
+    print(fitted(about))
     failed = False
     for check in checks(split, canaries, rounds):
         failed |= not check.passed
-        print(f"  {'ok  ' if check.passed else 'LEAK'}  {check.name}: {check.figures}")
+        print(fitted(f"  {'ok  ' if check.passed else 'LEAK'}  {check.name}: {check.figures}"))
         sys.stdout.flush()
     print("LEAK: numbers under this protocol are inflated" if failed else "clean: no leak found")
     return int(failed)

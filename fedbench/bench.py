@@ -9,7 +9,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from numba import njit
 
 from fedbench import config, fused, pool, registry
 from fedbench.central import Central
+from fedbench.console import columns, fitted
 from fedbench.draw import Draw
 from fedbench.engine import host_type
 from fedbench.errors import FedbenchError, UsageError
@@ -98,7 +99,7 @@ def main(argv: list[str]) -> int:
         figures, failed = every(rest, mine)
     else:
         figures, failed = [measure(first_run(rest), mine.loop_clients, mine.state_mb)], False
-        print(render(figures[0]))
+        print(fitted(render(figures[0])))
         write(mine.json, figures)
     if before:
         print(compared(figures, before))
@@ -158,7 +159,8 @@ def every(flags: Sequence[str], mine: argparse.Namespace) -> tuple[list[Figures]
     for (algo, dataset), (code, found) in zip(pairs, in_processes(points), strict=True):
         if isinstance(found, str):
             failed |= code != UsageError.exit_code
-            print(f"{algo:<13} {dataset:<10} {'does not fit' if code == UsageError.exit_code else 'failed'}: {found}", flush=True)
+            why = "does not fit" if code == UsageError.exit_code else "failed"
+            print(fitted(f"{algo:<13} {dataset:<10} {why}: {found}"), flush=True)
             continue
         figures.append(found)
         print(line(found), flush=True)
@@ -458,10 +460,18 @@ def render(figures: Figures) -> str:
 
 
 COLUMNS = ("clients", "round", *PARTS, "clients/s", "samples/s", "x loop", "limit", "MB")
+NARROW, WIDE = ("clients", "round", "train", "evaluate", "x loop", "limit"), 24 + 13 * len(COLUMNS)
+"""what of a table fits a terminal of 80 columns, and how many the whole table needs"""
+
+
+def shown(cells: Mapping[str, str]) -> str:
+    """The columns that the terminal has room for."""
+    narrow = (columns() or WIDE) < WIDE
+    return "".join(f"{cell:>9}" if narrow else f"{cell:>13}" for name, cell in cells.items() if not narrow or name in NARROW)
 
 
 def heading() -> str:
-    return f"{'algorithm':<13} {'dataset':<10}" + "".join(f"{name:>13}" for name in COLUMNS)
+    return f"{'algorithm':<13} {'dataset':<10}" + shown({name: name for name in COLUMNS})
 
 
 def line(figures: Figures) -> str:
@@ -471,8 +481,8 @@ def line(figures: Figures) -> str:
     cells = [f"{figures['clients']:,}", f"{figures['round']:.4f}", *(f"{parts[name]:.4f}" for name in PARTS)]
     cells += [f"{figures['clients'] / figures['round']:,.0f}", f"{figures['samples'] / train:,.0f}"]
     cells += [f"{figures['ratio']:.1f}" if "ratio" in figures else "n/a", "n/a" if part is None else f"{part:.0%}"]
-    row = f"{figures['algo']:<13} {figures['dataset']:<10}" + "".join(f"{cell:>13}" for cell in [*cells, f"{figures['peak_mb']:,.0f}"])
-    return f"{row}   {bounded(figures)}".rstrip()
+    row = shown(dict(zip(COLUMNS, [*cells, f"{figures['peak_mb']:,.0f}"], strict=True)))
+    return fitted(f"{figures['algo']:<13} {figures['dataset']:<10}{row}   {bounded(figures)}".rstrip())
 
 
 def write(file: Path | None, figures: list[Figures]) -> None:
@@ -509,9 +519,10 @@ def compared(figures: list[Figures], before: list[Figures]) -> str:
     both = [(one, old[key(one)]) for one in figures if key(one) in old]
     if not both:
         return "nothing to compare: no algorithm, dataset, protocol, threads and clients in common"
-    rows = ["times faster than before", f"{'algorithm':<13} {'dataset':<10}" + "".join(f"{name:>13}" for name in ("round", *PARTS))]
+    names = ("round", *PARTS)
+    rows = ["times faster than before", f"{'algorithm':<13} {'dataset':<10}" + shown({name: name for name in names})]
     for now, then in both:
         pairs = [(then["round"], now["round"]), *((then["parts"].get(name), now["parts"][name]) for name in PARTS)]
-        cells = "".join(f"{a / b:>13.2f}" if a and b else f"{'n/a':>13}" for a, b in pairs)
+        cells = shown({name: f"{a / b:.2f}" if a and b else "n/a" for name, (a, b) in zip(names, pairs, strict=True)})
         rows.append(f"{now['algo']:<13} {now['dataset']:<10}{cells}")
     return "\n".join(rows)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 
 from fedbench import __version__
+from fedbench.console import fitted
 from fedbench.errors import DISK_FULL, DataError, FedbenchError, UsageError
 
 Command = Callable[[list[str]], int]
@@ -146,7 +147,7 @@ def listing() -> str:
         also = f" (also: {', '.join(entry.aliases)})" if entry.aliases else ""
         rows.append((f"  {name}", entry.summary + also))
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {summary}".rstrip() for name, summary in rows)
+    return fitted("\n".join(f"{name:<{width}}  {summary}".rstrip() for name, summary in rows))
 
 
 def guard(command: Command, argv: list[str]) -> int:

@@ -36,7 +36,7 @@ def growth(
     """Measure, print a table with fitted exponents, keep what is asked for."""
     points = [(axis, size) for axis, sizes in axes.items() for size in sizes]
     figures: list[Figures] = []
-    print(f"{'axis':<20}{'size':>10}" + "".join(f"{name:>12}" for name in QUANTITIES), flush=True)
+    print(f"{'axis':<20}{'size':>10}" + "".join(f"{name:>10}" for name in QUANTITIES), flush=True)
     given = [[*flags, *sized({**base, axis: size}), "--loop-clients", "0"] for axis, size in points]
     for (axis, size), (code, found) in zip(points, in_processes(given), strict=True):
         if isinstance(found, str):
@@ -45,14 +45,14 @@ def growth(
             print(f"{axis:<20}{size:>10,}  does not fit: {found}", flush=True)
             continue
         figures.append({**found, "axis": axis, "size": size, **quantities(found)})
-        print(f"{axis:<20}{size:>10,}" + "".join(f"{figures[-1][f'{name}_cost']:>12.4f}" for name in QUANTITIES), flush=True)
+        print(f"{axis:<20}{size:>10,}" + "".join(f"{figures[-1][f'{name}_cost']:>10.4f}" for name in QUANTITIES), flush=True)
         write(file, figures)
     print("\neach grows as the axis to the power of (least squares on logarithms)")
     for axis in axes:
-        print(f"{axis:<30}" + "".join(f"{exponent(figures, axis, name):>12.2f}" for name in QUANTITIES))
+        print(f"{axis:<30}" + "".join(f"{exponent(figures, axis, name):>10.2f}" for name in QUANTITIES))
     if "clients-per-round" in axes:
         print("\nwhat a round costs however few clients take part (where a straight line through the cohorts' costs begins)")
-        print(f"{'fixed':<30}" + "".join(f"{fixed(figures, 'clients-per-round', name):>12.4f}" for name in QUANTITIES))
+        print(f"{'fixed':<30}" + "".join(f"{fixed(figures, 'clients-per-round', name):>10.4f}" for name in QUANTITIES))
     if plot:
         drawn(figures).savefig(plot, dpi=100)
     return 0

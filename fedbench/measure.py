@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from fedbench import config, model, newcomers
+from fedbench.console import fitted
 from fedbench.errors import UsageError
 from fedbench.evaluate import metrics_of, ranking_metrics
 from fedbench.recommend import ROUNDS_HELP
+from fedbench.results import metric_rows
 from fedbench.tracking import setup_logging
 
 EPILOG = """--new-users needs a run that kept users out of training. They learn what is private to them from their own training items, with
@@ -45,9 +47,6 @@ def main(argv: list[str]) -> int:
         found = newcomers.metrics(loaded.engine, loaded.server, split.newcomers, given.rounds)
         rows.append((f"{split.newcomers.clients:,} new users", found))
     columns = [name for name in COLUMNS if name in mine]
-    width = max(len(name) for name, _ in rows) + 2
-    print(f"{made.algo} on {made.dataset}, protocol {split.protocol.name} [{split.fingerprint}], test at round {loaded.round}")
-    print(" " * width + "".join(f"{name.replace('_10', '@10').replace('_', ' ').upper():>14}" for name in columns))
-    for name, values in rows:
-        print(f"{name:<{width}}" + "".join(f"{values[column]:>14.4f}" for column in columns))
+    print(fitted(f"{made.algo} on {made.dataset}, protocol {split.protocol.name} [{split.fingerprint}], test at round {loaded.round}"))
+    print("\n".join(metric_rows(rows, columns)))
     return 0

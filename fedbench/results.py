@@ -37,6 +37,9 @@ from fedbench.protocol import Protocol
 from fedbench.significance import bootstrap, bounds
 from fedbench.split import Split
 
+LONGEST_NAME = 28
+"""of a row in the final table, which must fit a terminal of 80 columns"""
+
 
 @dataclass
 class Best:
@@ -168,18 +171,15 @@ def final_table(summary: dict[str, Any], parts: Split) -> str:
     else:
         columns = ("hr_10", "ndcg_10", "mrr", "full_hr_10", "full_ndcg_10")
         rows += [("popularity", summary["popularity"]), ("random (exact)", summary["chance"])]
-    width = max(len(name) for name, _ in rows) + 2
     protocol = f"{summary['protocol']}{' LEAKY' if summary['leaky'] else ''}"
     head = f"{summary['dataset']}, protocol {protocol} [{summary['protocol_fingerprint']}]"
     if parts.protocol.fold is not None:
         head += f", fold {parts.protocol.fold} of {parts.protocol.folds}"
-    head += f", test at round {summary['best_round']} of {summary['rounds']}"
     chosen = "the last" if parts.protocol.select_on == "last" else f"chosen on {parts.protocol.select_on}"
     sample = "" if parts.sample is None else f" ({len(parts.sample):,} of them ranked for)"
-    lines = ["", f"{head} ({chosen}), {parts.clients:,} clients{sample}, {parts.items:,} items"]
-    lines.append(" " * width + "".join(f"{name.replace('_10', '@10').replace('_', ' ').upper():>14}" for name in columns))
-    for name, metrics in rows:
-        lines.append(f"{name:<{width}}" + "".join(f"{_number(metrics[column]):>14.4f}" for column in columns))
+    lines = ["", f"{head}: {parts.clients:,} clients{sample}, {parts.items:,} items"]
+    lines.append(f"test at round {summary['best_round']} of {summary['rounds']} ({chosen})")
+    lines += metric_rows(rows, columns)
     lines.append(f"{summary['seconds_per_round']:.2f} s a round, {human(summary['bytes_up'])} up, {human(summary['bytes_down'])} down, "
                  f"{summary['client_visits']:,} client visits")  # fmt: skip
     if any(summary[name] for name in COUNTED):
@@ -190,6 +190,18 @@ def final_table(summary: dict[str, Any], parts: Split) -> str:
 def _number(value: float | None) -> float:
     """What is not finite is null in summary.json."""
     return float("nan") if value is None else value
+
+
+def metric_rows(rows: Sequence[tuple[str, Mapping[str, float]]], columns: Sequence[str]) -> list[str]:
+    """A table of some metrics, one named row each, that fits a terminal of 80 columns."""
+    heads = {key: key.replace("_10", "@10").replace("_", " ").upper() for key in columns}
+    wide = {key: max(len(head), len("0.0000")) + 2 for key, head in heads.items()}
+    width = min(max(len(name) for name, _ in rows), LONGEST_NAME)
+    lines = [" " * width + "".join(f"{head:>{wide[key]}}" for key, head in heads.items())]
+    for name, metrics in rows:
+        short = name if len(name) <= width else f"{name[: width - 1]}…"
+        lines.append(f"{short:<{width}}" + "".join(f"{_number(metrics[key]):>{wide[key]}.4f}" for key in columns))
+    return lines
 
 
 def human(size: float) -> str:

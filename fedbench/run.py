@@ -28,6 +28,7 @@ from fedbench import checkpoint, finished, fused, mirror, newcomers, pool, ranks
 from fedbench.algorithm import Algorithm, Tensors
 from fedbench.central import Central
 from fedbench.config import RunConfig, placed
+from fedbench.console import fitted
 from fedbench.data import Interactions
 from fedbench.errors import FedbenchError, UsageError
 from fedbench.evaluate import metrics_of
@@ -60,7 +61,7 @@ def run_several(configs: Sequence[RunConfig], parent: Path | None, jobs: int = 1
         summaries = [plain(run(config)) for config in configs] if jobs == 1 else in_processes(configs, parent / "work", jobs)
         summary = over_runs(summaries, [pd.read_parquet(str(config.out / "per_client.parquet")) for config in configs if config.out])
         write_json(parent / "summary.json", plain(summary))
-    print(f"\n{mean_table(summary)}\nfolder  {parent}")
+    print(fitted(f"\n{mean_table(summary)}\nfolder  {parent}"))
     return summary
 
 
@@ -194,7 +195,7 @@ def carry_out(
         run_log.end("FAILED")
         raise
     if ranks.is_first():
-        print(final_table(summary, parts))
+        print(fitted(final_table(summary, parts)))
         print(f"folder  {out}")
     if run_log.link:
         print(f"charts  {run_log.link}")

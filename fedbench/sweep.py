@@ -25,6 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from fedbench import config, hints, pool, study
+from fedbench.console import fitted
 from fedbench.errors import UsageError
 from fedbench.lock import claimed
 from fedbench.parent import Parent
@@ -210,10 +211,10 @@ def show_plan(progress: Progress, jobs: int) -> None:
     points = progress.what.points
     done, missing = progress.keys("finished"), progress.keys("waiting", "failed")
     for key, entry in progress.entries.items():
-        print(f"{key}  {entry['status']:<8}  {points[key].label}")
+        print(fitted(f"{key}  {entry['status']:<8}  {points[key].label}"))
     print(f"{len(points)} points, {len(done)} finished, into {progress.folder}", flush=True)
     if missing:
-        print(forecast(progress, jobs))
+        print(fitted(forecast(progress, jobs)))
 
 
 def forecast(progress: Progress, jobs: int) -> str:
@@ -383,7 +384,7 @@ def conclude(progress: Progress, parent: Parent | None, argv: Sequence[str], ran
         from fedbench import tables
 
         tables.write(progress.what, summaries, progress.entries, progress.folder)
-    print((progress.folder / "table.md").read_text(encoding="utf-8"))
+    print(fitted((progress.folder / "table.md").read_text(encoding="utf-8")))
     if parent:
         parent.tidy(*progress.folders())
         axes = {key: ",".join(map(str, values)) for key, values in progress.what.axes.items()}

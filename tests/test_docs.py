@@ -102,7 +102,7 @@ def test_flags_exist(page: Path, folder: Path) -> None:
     classes: list[type[Algorithm]] = [*registry.algorithms().values(), *(registry.algorithm(name) for name in examples())]
     flags = [flag for cls in classes for group in config.flag_groups(cls).values() for flag in group]
     known = {flag.option for flag in flags} | {f"--no-{flag.option[2:]}" for flag in flags if flag.item_kind is bool}
-    known |= {"--config", "--list", "--print-config", "--help", *sweep.own_options()}
+    known |= {"--config", "--list", "--print-config", "--help", "--version", *sweep.own_options()}
     parsers = [*(make() for make in PARSERS.values()), bench.parser(), torchrun.get_args_parser()]
     known |= {option for parser in parsers for action in parser._actions for option in action.option_strings}
     text = re.sub(rf"^(?:{OTHERS}) .*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
