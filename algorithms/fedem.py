@@ -1,4 +1,7 @@
-"""FedEM: elastic merging (Breaking the Aggregation Bottleneck in Federated Recommendation, a personalised model merging approach).
+"""FedEM: elastic merging.
+
+Chen et al., "Breaking the Aggregation Bottleneck in Federated Recommendation: A Personalized Model Merging Approach", AAAI-26,
+arXiv 2508.12386; the authors' code: https://github.com/jundongchen13/FedEM
 
 Every client keeps a user vector P, an item table Q of its own and an adapter, a small MLP. The server mixes the uploaded tables
 into a table G for each client: those of similar clients weigh more. Before it trains, a client moves each of its item rows towards
@@ -8,12 +11,17 @@ G's: Q <- Q + rho·(G - Q), where its adapter chooses rho from [Q, G - Q] item b
     upload   Q and the number of samples; never P, never the adapter
     server   x_u = argmin |x|² - 2(p + alpha·sigma_u)ᵀx,  x >= 0, Σx = 1;   G_u = Σ_v x_uv Q_v
              p: share of samples; sigma: similarity of the tables' first principal components
+
+The clean recipe differs from the published one where the published one fails without its leak (docs/algorithms/fedem.md): negatives do
+not train a client's own rows, all samples are one step, the user vector stays once the server has answered, a share of every mixture
+(--floor) goes to all other clients. What then ranks well is the mixture, a vote of similar clients.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fedbench.aggregate import Tables, delivered, signatures, similarity, solve_weights
@@ -30,6 +38,10 @@ from fedbench.registry import register
 @dataclass(frozen=True)
 class FedEM(Algorithm):
     rounds: int = 10
+    local_epochs: int = 4
+    batch_size: int = 1 << 20
+    """samples a local step; by default all that a client has, so that all clients take equally many steps and their tables compare; the
+    published code takes 256"""
     stop_below: float = 1e-4
     alpha: float = 0.9
     """weight of similarity beside the share of samples; at 0 all clients are averaged. With a client's similarity to itself counted
@@ -48,8 +60,15 @@ class FedEM(Algorithm):
     """weights from samples alone (avg), from similarity alone (sim), or from the quadratic program over both (both)"""
     objective: str = "paper"
     """quadratic program of the authors' paper (project (p + alpha·sigma)/(1 + alpha)) or of their code (project p + alpha·sigma)"""
-    similarity: str = "l2"
-    """similarity of two clients' signatures: l2 (1/(1 + distance)) or cos"""
+    similarity: str = "cos"
+    """similarity of two clients' signatures: cos, or l2 (1/(1 + distance)) as in the published code"""
+    floor: float = 0.05
+    """share of every mixture that goes to all other clients by their samples, however similar they are; the published code has none. At
+    alpha 0 all clients are averaged anyway"""
+    row_negatives: bool = False
+    """negatives train a client's own item rows too, as published; a held-out item that is drawn once is then lost to that client"""
+    train_user: str = "first"
+    """when the user vector is trained: first (until the server first answers the client) or always, as published"""
     agg_ratio: float = 1.0
     """share of the round's clients whose tables are aggregated and that are sent a mixture; the published code takes 0.1"""
     exclude_self: bool = True
@@ -57,15 +76,28 @@ class FedEM(Algorithm):
     solver: str = "exact"
     """exact (sorting) or cvxpy (a quadratic programming solver)"""
     max_weight: float = 1.0
-    """no single client may weigh more than this in a mixture; below 1 cvxpy solves it"""
-    init_items: float = 0.01
-    """standard deviation of the initial item table, which each client draws for itself; the published code takes 1"""
+    """no single client may weigh more than this in a mixture, the floor's share included; below 1 cvxpy solves it"""
+    init_items: float = 1e-4
+    """standard deviation of the initial item table; the published code takes 1"""
     init_user: float = 0.1
     """standard deviation of the initial user vector; the published code takes 1"""
     same_start: bool = True
-    """all clients start from one user vector and one adapter; apart, their item tables point nowhere in common and cannot be mixed"""
+    """all clients start from one user vector, adapter and item table; apart, their tables point nowhere in common and cannot be mixed"""
 
-    published = {"rounds": 100, "agg_ratio": 0.1, "init_items": 1.0, "init_user": 1.0, "objective": "code", "exclude_self": False}
+    published = {
+        "rounds": 100,
+        "local_epochs": 10,
+        "batch_size": 256,
+        "agg_ratio": 0.1,
+        "init_items": 1.0,
+        "init_user": 1.0,
+        "objective": "code",
+        "exclude_self": False,
+        "similarity": "l2",
+        "floor": 0.0,
+        "row_negatives": True,
+        "train_user": "always",
+    }
     mailed = ("tables",)
     choices = {
         **Algorithm.choices,
@@ -74,6 +106,7 @@ class FedEM(Algorithm):
         "objective": ("code", "paper"),
         "similarity": ("l2", "cos"),
         "solver": ("exact", "cvxpy"),
+        "train_user": ("first", "always"),
     }
 
     def check(self, world: World | None = None) -> None:
@@ -88,8 +121,9 @@ class FedEM(Algorithm):
             if not 0 < getattr(self, name) <= 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be over 0 and at most 1, not {getattr(self, name):g}")
         self.must_be_positive("lr", "lr_adapter", "init_items", "init_user")
-        if not 0 <= self.rho <= 1:
-            raise UsageError(f"--rho must be from 0 to 1, not {self.rho:g}")
+        for name in ("rho", "floor"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UsageError(f"--{name} must be from 0 to 1, not {getattr(self, name):g}")
         if world and self.max_weight * self.aggregated(self.cohort(world.clients)) < 1 - 1e-9:
             raise UsageError(
                 f"--max-weight {self.max_weight:g}: the weights of so few aggregated clients cannot sum to 1; raise it or --agg-ratio"
@@ -100,7 +134,7 @@ class FedEM(Algorithm):
         mine = draw.same if self.same_start else draw
         return {
             "user": mine.normal("user", self.dim) * self.init_user,
-            "items": draw.normal("items", world.items, self.dim) * self.init_items,
+            "items": mine.normal("items", world.items, self.dim) * self.init_items,
             "adapter": init_mlp(mine, "adapter", self.adapter),
         }
 
@@ -119,17 +153,27 @@ class FedEM(Algorithm):
         """The merge is part of the forward pass, and the adapter takes a step of its own."""
         return sent and self.merge == "elastic"
 
+    def trains_user(self, sent: bool) -> bool:
+        """Once it sees rows that its own samples have fitted, a user vector turns against the server's."""
+        return not sent or self.train_user == "always"
+
     def phases(self, sent: Tensors) -> tuple[Phase, ...]:
-        model = Phase(("user", "items"), self.lr)
+        model = Phase(("user", "items") if self.trains_user(bool(sent)) else ("items",), self.lr)
         return (Phase(("adapter",), self.lr_adapter), model) if self.learns_merge(bool(sent)) else (model,)
 
     def loss(self, held: Tensors, sent: Tensors, batch: Batch) -> Tensor:
-        own = {**held, "items": held["items"][batch.items]}
+        items = held["items"][batch.items]
+        if not self.row_negatives:
+            items = torch.where(batch.label[:, None] > 0, items, items.detach())
+        own = {**held, "items": items}
         rows = self.merged(own, {"items": sent["items"][batch.items]}) if self.learns_merge(bool(sent)) else own["items"]
         return bce(rows @ held["user"], batch)
 
     def fused(self, sent: bool) -> DotBCE:
-        return ElasticBCE(self.lr, sizes=self.adapter, lr_adapter=self.lr_adapter) if self.learns_merge(sent) else DotBCE(self.lr)
+        moves = {"row_negatives": self.row_negatives, "trains_user": self.trains_user(sent)}
+        if self.learns_merge(sent):
+            return ElasticBCE(self.lr, sizes=self.adapter, lr_adapter=self.lr_adapter, **moves)
+        return DotBCE(self.lr, **moves)
 
     def fused_score(self, sent: bool) -> DotBCE | None:
         return self.fused(sent) if self.merge == "elastic" or not sent else None
@@ -171,4 +215,19 @@ class FedEM(Algorithm):
             target = p + self.alpha * sigma
             if self.objective == "paper":
                 target = target / (1 + self.alpha)
-        return solve_weights(target, self.solver, cap)
+        return self.with_floor(solve_weights(target, self.solver, cap), p, cap, tables.start)
+
+    def with_floor(self, weights: Tensor, p: Tensor, cap: float, start: int) -> Tensor:
+        """[R, S] -> [R, S]: `floor` of every row goes to the other clients by their samples; row r is client start + r of the S.
+
+        Both parts of a row obey the cap, so their sum does. A client without others that have samples keeps its row as it is.
+        """
+        if not self.floor:
+            return weights
+        others = p.expand_as(weights).clone()
+        others.diagonal(start).zero_()
+        total = others.sum(dim=1, keepdim=True)
+        others = torch.where(total > 0, others / total.clamp(min=1e-300), weights)
+        if cap < 1:
+            others = solve_weights(others, self.solver, cap)
+        return (1 - self.floor) * weights + self.floor * others

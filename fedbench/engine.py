@@ -492,7 +492,7 @@ class Engine:
         plan = stage.fused if self.kernels else None
         if not stage.phases:
             return self.solve(block, held, sent, plan)
-        if self.gpu_kernels and type(stage.fused) is fused.DotBCE:
+        if self.gpu_kernels and isinstance(stage.fused, fused.DotBCE) and stage.fused.plain:
             return self.train_on_gpu(block, held, stage, epoch)
         if plan is None:
             return self.train_generic(block, held, sent, stage, epoch)

@@ -64,10 +64,19 @@ class DotBCE:
     items: str = "items"
     changes: bool = False
     """the client uploads how its item rows changed, and nothing else"""
+    row_negatives: bool = True
+    """samples of label 0 move the item rows too; if not, they move the rest alone"""
+    trains_user: bool = True
+    """if not, the user vector stays as it is"""
+
+    @property
+    def plain(self) -> bool:
+        """Every sample moves the user and its row: all that the kernel for GPUs knows."""
+        return type(self) is DotBCE and self.row_negatives and self.trains_user
 
     def trained(self, clients: Clients, touched: np.ndarray) -> np.ndarray:
         """[C] how many numbers a step of each client moves."""
-        return clients.user.shape[1] * (1 + touched)
+        return clients.user.shape[1] * (self.trains_user + touched)
 
 
 @dataclass(frozen=True)
@@ -273,10 +282,12 @@ def _dot_step(
     slopes: np.ndarray,
     tails: np.ndarray,
     gp: np.ndarray,
+    row_negatives: bool,
+    trains_user: bool,
 ) -> float:
     """One batch of a client: an Adam step of its rows, WIDTH of them side by side, and its vector [d]; returns the summed loss.
 
-    If the step is `fresh`, rows have no moments before.
+    If the step is `fresh`, rows have no moments before. Without `row_negatives` samples of label 0 have no part in the rows' gradient.
     """
     q, first, second = rows
     p, first_p, second_p = person
@@ -302,12 +313,17 @@ def _dot_step(
         put(tails, s, exp_minus(magnitude(take(slopes, s))))
     for s in range(0, pos.size, WIDTH):
         error, value = _slope(take(slopes, s), take(tails, s), take(pos, s), take(neg, s), share, kind(1))
+        of_rows = error
+        if not row_negatives:
+            of_rows, _ = _slope(take(slopes, s), take(tails, s), take(pos, s), spread(zero), share, kind(1))
         put(slopes, s, error)
+        put(tails, s, of_rows)
         loss = loss + value
-    gp[:] = zero
-    products(slopes, 0, WIDTH, 1, q, 0, by, d, gp, 0, pos.size // WIDTH, slopes)
+    if trains_user:
+        gp[:] = zero
+        products(slopes, 0, WIDTH, 1, q, 0, by, d, gp, 0, pos.size // WIDTH, slopes)
     for s in range(0, pos.size, WIDTH):
-        error, at = take(slopes, s), s * d
+        error, at = take(tails, s), s * d
         if fresh:
             for j in range(0, d - 1, 2):
                 y = at + j * WIDTH
@@ -327,7 +343,8 @@ def _dot_step(
                 put(second, y, spread(zero))
             m, v = _moments(first, second, y, repeat(p, d - 1) * error, tiny)
             put(q, y, take(q, y) - pace[0] * m / (square_root(v) + pace[1]))
-    _adam(p, gp, first_p, second_p, rates, tiny)
+    if trains_user:
+        _adam(p, gp, first_p, second_p, rates, tiny)
     return across(loss)
 
 
@@ -368,6 +385,8 @@ def _elastic_step(
     room: tuple[np.ndarray, ...],
     awake: np.ndarray,
     many: np.ndarray,
+    row_negatives: bool,
+    trains_user: bool,
 ) -> float:
     """One batch of a client over blocks of its rows, own and sent side by side in `acts`: a step of the adapter, then of p [d].
 
@@ -397,25 +416,30 @@ def _elastic_step(
                 put(change, s, mixed(spread(zero), acts, x + d * WIDTH, d, p, 0, 1) - ours)
             rho, moved = take(acts, x + last), take(change, s)
             logit = take(mine, s) + rho * moved
-            error, value = _slope(logit, exp_minus(magnitude(logit)), take(pos, s), take(neg, s), share, one)
+            tail = exp_minus(magnitude(logit))
+            error, value = _slope(logit, tail, take(pos, s), take(neg, s), share, one)
+            if phase == 1:
+                put(slopes, 2 * s, error - error * rho)
+                put(slopes, 2 * s + WIDTH, error * rho)
+                loss = loss + value
+                if not row_negatives:  # what goes back from here on ends in the own rows alone
+                    error, _ = _slope(logit, tail, take(pos, s), spread(zero), share, one)
             top = error * moved * rho * (one - rho)
             put(delta, x + last, pick(magnitude(top), tiny, top, spread(zero)))
             if phase == 1:
                 rest = error - error * rho
-                put(slopes, 2 * s, rest)
-                put(slopes, 2 * s + WIDTH, error * rho)
                 for j in range(d):
                     put(delta, x + j * WIDTH, repeat(p, j) * rest)
-                loss = loss + value
         backward(seen, sizes, acts, delta, nothing, blocks, d * phase, awake, many)
         if phase == 0:
             gradient(sizes, acts, delta, gw, ones, blocks, spare, awake, many)
             for at in range(0, sizes[0] * sizes[1], 2 * d):  # from slopes of `seen` to those of w: weights of the change are in both halves
                 _less(gw, at + d, at, d, gw)
             _adam(w, gw, first_w, second_w, rates_adapter, tiny)
-    for half in range(2):
-        products(slopes, half * WIDTH, 2 * WIDTH, 1, acts, half * d * WIDTH, by, d, gp, 0, blocks, spare)
-    _adam(p, gp, first_p, second_p, rates, tiny)
+    if trains_user:
+        for half in range(2):
+            products(slopes, half * WIDTH, 2 * WIDTH, 1, acts, half * d * WIDTH, by, d, gp, 0, blocks, spare)
+        _adam(p, gp, first_p, second_p, rates, tiny)
     return across(loss)
 
 
@@ -463,6 +487,8 @@ def _train_dot(
     room: np.ndarray,
     later: np.ndarray,
     theirs: np.ndarray,
+    row_negatives: bool,
+    trains_user: bool,
 ) -> tuple[float, int]:
     """All local steps of one client on the rows of `table` that it touches; p is trained in place.
 
@@ -499,7 +525,8 @@ def _train_dot(
                 _count(order[start:stop], counts)
             rates = lr * paces[step, 0], paces[step, 1]
             fetch(later, theirs[step * portion : (step + 1) * portion])
-            summed += _dot_step(rows, person, pos, neg, kind(1 / (stop - start)), rates, step == 0, tiny, slopes, tails, gp)
+            summed += _dot_step(rows, person, pos, neg, kind(1 / (stop - start)), rates, step == 0, tiny, slopes, tails, gp,
+                                row_negatives, trains_user)  # fmt: skip
             step += 1
             seen += stop - start
         mean, settled = _settled(summed, seen, mean, tolerance, epoch)
@@ -534,6 +561,8 @@ def _train_elastic(
     tolerance: float,
     tiny: float,
     room: np.ndarray,
+    row_negatives: bool,
+    trains_user: bool,
 ) -> tuple[float, int]:
     """The same for rows that every step merges with those of `sent`; p and w are trained in place, the rows go back to the table.
 
@@ -599,7 +628,7 @@ def _train_elastic(
                 blocks = padded(k) // WIDTH
             rates, rates_w = (lr * paces[step, 0], paces[step, 1]), (lr_adapter * paces[step, 0], paces[step, 1])
             summed += _elastic_step(acts, delta, base, cut or step == 0, person, adapter, sizes, pos, neg, blocks, kind(1 / (stop - start)),
-                                    rates, rates_w, tiny, rest, awake, many)  # fmt: skip
+                                    rates, rates_w, tiny, rest, awake, many, row_negatives, trains_user)  # fmt: skip
             if cut:
                 gq[:] = 0
                 give_rows(delta, by, used[:k], slope)
@@ -673,6 +702,8 @@ def train_rows(
     lr: float,
     tolerance: float,
     tiny: float,
+    row_negatives: bool,
+    trains_user: bool,
     change: np.ndarray,
     loss: np.ndarray,
     steps: np.ndarray,
@@ -692,7 +723,7 @@ def train_rows(
         if count[c]:
             loss[c], steps[c] = _train_dot(
                 stream[c], local[mine], label[mine], row[rows], tables[place[c]], user[who[c]], epochs, batch, lr, paces, tolerance,
-                tiny, change[rows] if len(change) else change, room, tables[place[later]], theirs)  # fmt: skip
+                tiny, change[rows] if len(change) else change, room, tables[place[later]], theirs, row_negatives, trains_user)  # fmt: skip
 
 
 @compiled(nogil=True, cache=True)
@@ -721,6 +752,8 @@ def train_elastic_rows(
     lr_adapter: float,
     tolerance: float,
     tiny: float,
+    row_negatives: bool,
+    trains_user: bool,
     merges: bool,
     loss: np.ndarray,
     steps: np.ndarray,
@@ -740,7 +773,7 @@ def train_elastic_rows(
         if count[c]:
             loss[c], steps[c] = _train_elastic(
                 stream[c], local[mine], label[mine], row[rows], tables[place[c]], user[who[c]], sent[slot[c]], adapter[who[c]], sizes,
-                epochs, batch, lr, lr_adapter, paces, tolerance, tiny, room)  # fmt: skip
+                epochs, batch, lr, lr_adapter, paces, tolerance, tiny, room, row_negatives, trains_user)  # fmt: skip
 
 
 @compiled(nogil=True, cache=True)
@@ -1325,12 +1358,17 @@ def train_in_place(
     user = clients.user
     loss, steps = np.zeros(len(clients.who)), np.zeros(len(clients.who), np.int64)
     tiny = user.dtype.type(TINY[user.itemsize])
+    moves = plan.row_negatives, plan.trains_user
     if isinstance(plan, ElasticBCE):
-        how = epochs, batch, plan.lr, plan.lr_adapter, tolerance, tiny, merges
-        share_out(train_elastic_rows, len(loss), *samples, *clients.of(plan), *how, loss, steps)
+        rates = plan.lr, plan.lr_adapter
+        share_out(
+            train_elastic_rows, len(loss), *samples, *clients.of(plan), epochs, batch, *rates, tolerance, tiny, *moves, merges, loss, steps
+        )
     else:
         room = np.empty((0, user.shape[1]), user.dtype) if change is None else change
-        share_out(train_rows, len(loss), *samples, *clients.of(plan)[:4], epochs, batch, plan.lr, tolerance, tiny, room, loss, steps)
+        share_out(
+            train_rows, len(loss), *samples, *clients.of(plan)[:4], epochs, batch, plan.lr, tolerance, tiny, *moves, room, loss, steps
+        )
     return loss, steps
 
 

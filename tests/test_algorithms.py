@@ -428,16 +428,19 @@ def fedem(**fields: Any) -> FedEM:
 
 class TestFedEM(AlgorithmTests):
     algorithms = (
-        *(fedem(merge=merge) for merge in ("elastic", "static", "replace")),
+        *(fedem(merge=merge, batch_size=1 << 20) for merge in ("elastic", "static", "replace")),
+        *(fedem(merge=merge, train_user="always") for merge in ("elastic", "static")),
+        *(fedem(merge=merge, row_negatives=True) for merge in ("elastic", "replace")),
         *(fedem(aggregation=aggregation) for aggregation in ("sim", "avg")),
         fedem(agg_ratio=0.4, same_start=False),
         fedem(exclude_self=False),
         fedem(objective="code"),
-        fedem(similarity="cos"),
+        fedem(similarity="l2", floor=0.3),
+        fedem(floor=0.4, max_weight=0.2),
         fedem(adapter=(16, 1), stop_below=0.1),
     )
-    band = (0.15, 0.5)
-    quality = {"adapter": (32, 16, 8, 1), "agg_ratio": 1.0, "same_start": True}
+    band = (0.25, 0.6)
+    quality = {"adapter": (32, 16, 8, 1), "agg_ratio": 1.0, "same_start": True, "max_weight": 1.0, "batch_size": 1 << 20}
     quality_rounds = 2
 
 

@@ -15,8 +15,8 @@ from scipy.spatial.distance import cdist
 from sklearn.decomposition import PCA
 from torch import Tensor, nn
 
-from algorithms import fedem as fedem_file
 from algorithms.fedem import FedEM
+from fedbench.aggregate import Tables, signatures
 from fedbench.draw import Draw, keys
 from fedbench.evaluate import ranking_metrics
 from fedbench.federation import Federation
@@ -49,7 +49,8 @@ class Client(nn.Module):
             self.items.weight.copy_(self.merged(torch.arange(len(sent)), sent))
 
     def train_locally(self, item: Tensor, label: Tensor, shuffles: list[Tensor], sent: Tensor | None, recipe: FedEM) -> None:
-        model = torch.optim.Adam([self.user, self.items.weight], lr=recipe.lr)
+        frozen = sent is not None and recipe.train_user == "first"
+        model = torch.optim.Adam([self.items.weight] if frozen else [self.user, self.items.weight], lr=recipe.lr)
         adapter = torch.optim.Adam(self.adapter.parameters(), lr=recipe.lr_adapter)
         losses: list[float] = []
         before = None
@@ -61,6 +62,8 @@ class Client(nn.Module):
                     loss = nn.functional.softplus((1 - 2 * label[batch]) * (rows @ self.user)).mean()
                     self.zero_grad()
                     loss.backward()
+                    if not recipe.row_negatives:  # the protocol draws no positive as a negative: a row has samples of one label
+                        self.items.weight.grad[item[batch][label[batch] == 0]] = 0
                     optimizer.step()
                 losses += [loss.item()] * len(batch)
             mean = float(np.mean(losses))
@@ -85,14 +88,22 @@ def mixture(wanted: np.ndarray) -> np.ndarray:
 
 def mixtures(tables: list[Tensor], samples: np.ndarray, recipe: FedEM) -> list[Tensor]:
     vectors = np.stack([signature(table) for table in tables])
-    close = 1 / (1 + cdist(vectors, vectors))
-    close[close > 0.9] = 1
+    close = 1 - cdist(vectors, vectors, "cosine") if recipe.similarity == "cos" else 1 / (1 + cdist(vectors, vectors))
+    if recipe.similarity == "l2":
+        close[close > 0.9] = 1
     share = samples / samples.sum()
     stacked = torch.stack(tables)
     if recipe.exclude_self:
         np.fill_diagonal(close, 0)
     scale = 1 + recipe.alpha if recipe.objective == "paper" else 1
-    return [torch.einsum("s,smd->md", torch.from_numpy(mixture((share + recipe.alpha * row) / scale)), stacked) for row in close]
+    mixed = []
+    for u, row in enumerate(close):
+        weights = mixture((share + recipe.alpha * row) / scale)
+        others = np.delete(share, u)
+        if others.sum() > 0:
+            weights = (1 - recipe.floor) * weights + recipe.floor * np.insert(others / others.sum(), u, 0)
+        mixed.append(torch.einsum("s,smd->md", torch.from_numpy(weights), stacked))
+    return mixed
 
 
 def of_client(samples: Samples, c: int) -> tuple[Tensor, Tensor]:
@@ -135,13 +146,27 @@ def close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize(
     ("recipe", "protocol"),
     [
-        (FedEM(**SMALL), "clean"),
-        (FedEM(**SMALL, stop_below=0.1, alpha=0.1, same_start=False), "clean"),
+        (FedEM(**{**SMALL, "batch_size": FedEM.batch_size}), "clean"),
+        (FedEM(**SMALL, agg_ratio=0.5, floor=0.4), "clean"),
+        (FedEM(**SMALL, agg_ratio=0.05), "clean"),
+        (FedEM(**SMALL, row_negatives=True), "clean"),
+        (FedEM(**SMALL, train_user="always", stop_below=0.1, alpha=0.1, same_start=False), "clean"),
         (FedEM(**SMALL, exclude_self=False, objective="code"), "clean"),
-        (FedEM(**SMALL, **FedEM.published), "published"),
-        (FedEM(**SMALL, **{**FedEM.published, "agg_ratio": 0.5}), "published"),
+        (FedEM(**{**FedEM.published, **SMALL}), "published"),
+        (FedEM(**{**FedEM.published, **SMALL, "agg_ratio": 0.5}), "published"),
+        (FedEM(**{**FedEM.published, **SMALL, "row_negatives": False, "train_user": "first"}), "published"),
     ],
-    ids=["clean", "clean, stops early", "clean, weights of the code", "published", "published, half aggregated"],
+    ids=[
+        "clean",
+        "clean, half aggregated",
+        "clean, one aggregated",
+        "clean, row negatives",
+        "clean, user always, stops early",
+        "clean, weights of the code",
+        "published",
+        "published, half aggregated",
+        "published, clean rows",
+    ],
 )
 def test_equals_the_engine(recipe: FedEM, protocol: str, kernel: str) -> None:
     parts = small_split(protocol=protocol)
@@ -185,20 +210,44 @@ def test_both_solvers_train_the_same_numbers() -> None:
     assert after(replace(recipe, solver="cvxpy")) == pytest.approx(after(recipe), abs=1e-6)
 
 
-def test_no_client_weighs_more_than_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    solve, seen = fedem_file.solve_weights, []
+@pytest.mark.parametrize("floor", [0.0, 0.4])
+def test_no_client_weighs_more_than_the_cap(monkeypatch: pytest.MonkeyPatch, floor: float) -> None:
+    solve, seen = FedEM.weights, []
 
     def recording(*arguments: Any) -> Tensor:
         seen.append(solve(*arguments))
         return seen[-1]
 
-    monkeypatch.setattr(fedem_file, "solve_weights", recording)
-    alone = {**SMALL, "exclude_self": False, "objective": "code"}
+    monkeypatch.setattr(FedEM, "weights", recording)
+    alone = {**SMALL, "exclude_self": False, "objective": "code", "floor": floor}
     after(FedEM(**alone))
-    assert max(float(weights.max()) for weights in seen) > 0.5, "without a cap a client is almost alone, so the cap has work to do"
+    assert max(float(weights.max()) for weights in seen) > 0.3, "without a cap a client is almost alone, so the cap has work to do"
     seen.clear()
     after(FedEM(**alone, max_weight=0.2))
     assert len(seen) == 3
     for weights in seen:
-        assert weights.min() >= 0 and weights.max() <= 0.2
+        assert weights.min() >= 0 and weights.max() <= 0.2 + 1e-12
         close(weights.sum(dim=1), torch.ones(len(weights), dtype=weights.dtype))
+
+
+def weights_of(recipe: FedEM, samples: list[float], start: int = 0, here: int | None = None) -> Tensor:
+    """What the server makes of random tables, `here` of them on this rank from `start` on."""
+    tables = torch.from_numpy(np.random.default_rng(0).normal(size=(len(samples), 30, 4)))
+    mine = tables[start : start + (here or len(samples))]
+    return recipe.weights(Tables(mine, start, len(samples), lambda make: iter([signatures(tables)])), torch.tensor(samples))
+
+
+def test_the_floor_goes_to_all_others_by_their_samples() -> None:
+    samples = [10.0, 20.0, 30.0, 40.0]
+    plain, floored = (weights_of(FedEM(floor=floor), samples) for floor in (0.0, 0.2))
+    for u in range(4):
+        others = np.array(samples) * (np.arange(4) != u)
+        close(floored[u], 0.8 * plain[u] + 0.2 * torch.from_numpy(others / others.sum()))
+    close(weights_of(FedEM(floor=0.2), samples, start=1, here=2), floored[1:3])  # a rank that has the second and third client
+
+
+@pytest.mark.parametrize("samples", [[5.0], [5.0, 0.0], [0.0, 0.0]], ids=["alone", "beside one without samples", "none has samples"])
+def test_a_floor_without_others_leaves_weights_that_sum_to_1(samples: list[float]) -> None:
+    weights = weights_of(FedEM(floor=0.5), samples)
+    close(weights.sum(dim=1), torch.ones(len(samples), dtype=weights.dtype))
+    assert weights.min() >= 0
