@@ -19,7 +19,7 @@ not train a client's own rows, all samples are one step, the user vector stays o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -82,7 +82,9 @@ class FedEM(Algorithm):
     init_user: float = 0.1
     """standard deviation of the initial user vector; the published code takes 1"""
     same_start: bool = True
-    """all clients start from one user vector, adapter and item table; apart, their tables point nowhere in common and cannot be mixed"""
+    """all clients start from one user vector and one adapter; apart, their item tables point nowhere in common and cannot be mixed"""
+    same_items: bool = False
+    """with --same-start, all start from one item table too, as in the published code; else each client draws its own"""
 
     published = {
         "rounds": 100,
@@ -91,6 +93,7 @@ class FedEM(Algorithm):
         "agg_ratio": 0.1,
         "init_items": 1.0,
         "init_user": 1.0,
+        "same_items": True,
         "objective": "code",
         "exclude_self": False,
         "similarity": "l2",
@@ -132,9 +135,10 @@ class FedEM(Algorithm):
     # ---- client ------------------------------------------------------------------------------------------------------
     def init_client(self, world: World, draw: Draw) -> Tensors:
         mine = draw.same if self.same_start else draw
+        rows = mine if self.same_items else draw
         return {
             "user": mine.normal("user", self.dim) * self.init_user,
-            "items": mine.normal("items", world.items, self.dim) * self.init_items,
+            "items": rows.normal("items", world.items, self.dim) * self.init_items,
             "adapter": init_mlp(mine, "adapter", self.adapter),
         }
 
@@ -170,10 +174,8 @@ class FedEM(Algorithm):
         return bce(rows @ held["user"], batch)
 
     def fused(self, sent: bool) -> DotBCE:
-        moves = {"row_negatives": self.row_negatives, "trains_user": self.trains_user(sent)}
-        if self.learns_merge(sent):
-            return ElasticBCE(self.lr, sizes=self.adapter, lr_adapter=self.lr_adapter, **moves)
-        return DotBCE(self.lr, **moves)
+        plan = ElasticBCE(self.lr, sizes=self.adapter, lr_adapter=self.lr_adapter) if self.learns_merge(sent) else DotBCE(self.lr)
+        return replace(plan, row_negatives=self.row_negatives, trains_user=self.trains_user(sent))
 
     def fused_score(self, sent: bool) -> DotBCE | None:
         return self.fused(sent) if self.merge == "elastic" or not sent else None

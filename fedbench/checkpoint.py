@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from fedbench.store import Picked
 FOLDER = "checkpoint"
 MODEL = "model"
 """the state that a finished run keeps"""
+BEST = "best"
+"""the state of the best round so far, where it is not kept in memory"""
 KEPT = 2
 AUTO_SECONDS, AUTO_SHARE = 60.0, 0.02
 """--checkpoint-every auto: this often, or less often where saving would take more than this share of the run"""
@@ -144,9 +147,29 @@ def save_round(out: Path, round_: int, facts: dict[str, Any], tensors: Mapping[s
     prune(out, KEPT)
 
 
+def rename(out: Path, name: str, to: str) -> int:
+    """Make the state `name` known as `to` without copying it; returns its size. Until `prune` removes it, it is there under both names."""
+    tensors, place = out / FOLDER / f"{name}.safetensors", out / FOLDER / f"{to}.safetensors"
+    try:
+        for old in (place.with_suffix(".json"), place):
+            old.unlink(missing_ok=True)
+        try:
+            os.link(tensors, place)
+        except OSError:  # a file system without links
+            shutil.copyfile(tensors, place)
+        vouched = out / FOLDER / f"{to}.json.part"
+        vouched.write_bytes(tensors.with_suffix(".json").read_bytes())
+        _sync(vouched)
+        vouched.replace(place.with_suffix(".json"))
+        _sync(out / FOLDER)
+        return place.stat().st_size
+    except OSError as error:
+        raise FedbenchError(f"{place} cannot be written ({_why(error)}); make room and go on with --resume {out}") from error
+
+
 def prune(out: Path, keep: int) -> None:
-    """Remove all rounds' states but the newest `keep`, and what writes that were cut short left behind."""
-    stays = {f"round-{round_}" for round_ in rounds(out)[:keep]} | {MODEL}
+    """Remove all rounds' states but the newest `keep`, and what writes that were cut short left behind; with none, the best one's too."""
+    stays = {f"round-{round_}" for round_ in rounds(out)[:keep]} | ({MODEL, BEST} if keep else {MODEL})
     files = list((out / FOLDER).glob("*"))
     gone = [file for file in files if file.suffix == ".part" or file.stem not in stays]
     for file in gone:

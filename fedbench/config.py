@@ -105,7 +105,7 @@ class RunConfig:
     checkpoint_every: str = "auto"
     """rounds (10) or time (60s, 5m) between two saved states, never, or auto: each minute, less often if that takes over 2 % of the run"""
     keep_state: str = "auto"
-    """what a finished run keeps for later use: best (the state of the reported round), last, none, or auto (best up to 64 MB, else last)"""
+    """what a finished run keeps for later use: best (the state of the reported round), last, none, or auto (best if there is room)"""
     mlflow: bool = True
     """mirror the run in MLflow"""
     experiment: str = "fedbench"
@@ -428,8 +428,6 @@ def _check(config: RunConfig) -> None:
         raise UsageError(f"--device must be auto, cpu, cuda, cuda:<number> or mps, not {config.device!r}")
     if config.client_store not in STORES and not os.path.isdir(config.client_store):
         raise UsageError(f"--client-store must be auto, ram, mmap or a folder; there is no folder {config.client_store!r}")
-    if config.client_store not in ("auto", "ram") and config.keep_state == "best":
-        raise UsageError(f"--keep-state best copies what clients keep in memory, --client-store {config.client_store} does not; use last")
     if config.out is not None and os.path.isfile(config.out):
         raise UsageError(f"--out {config.out}: is a file; name a folder")
     if config.resume not in ("auto", "never") and not os.path.isdir(config.resume):

@@ -27,8 +27,9 @@ from fedbench.engine import Engine
 from fedbench.errors import DataError, UsageError
 from fedbench.evaluate import Evaluator, trained_items
 from fedbench.federation import world_of
+from fedbench.kept import beginning
 from fedbench.protocol import Protocol
-from fedbench.run import beginning, prepare
+from fedbench.run import prepare
 from fedbench.split import NO_ITEMS, Split, sample_round
 from fedbench.store import ClientStore, SomeClients
 from fedbench.tracking import read_json, write_json

@@ -34,19 +34,18 @@ from fedbench.errors import FedbenchError, UsageError
 from fedbench.evaluate import metrics_of
 from fedbench.exposure import exposure
 from fedbench.federation import Diverged, Federation, world_of
+from fedbench.kept import Aside, beginning, keep_model, lent, reported_server, state_facts, whole
 from fedbench.lock import claimed
 from fedbench.protocol import Protocol
 from fedbench.results import Best, final_table, human, mean_table, over_runs, peak_rss_mb, per_client, refit_summary, summarise
 from fedbench.split import Split, split
-from fedbench.store import Disk, Picked
+from fedbench.store import Disk
 from fedbench.tracking import NoLog, RunLog, mlflow_at_hand, plain, read_json, setup_logging, write_json
 
 log = logging.getLogger("fedbench")
 
 SELECT = {"val": "ndcg_10", "test": "hr_10"}
 """the metric that chooses the reported round of a ranking; of ratings it is the RMSE"""
-KEEP_BEST_BYTES = 64 * 2**20
-"""--keep-state auto: up to this size the reported round's state is copied whenever a round becomes the best"""
 
 
 def run_several(configs: Sequence[RunConfig], parent: Path | None, jobs: int = 1) -> dict[str, Any]:
@@ -159,7 +158,7 @@ def carry_out(
         how |= {"client_store": config.client_store, "folder": out}
         start = partial(Federation.start, config.algorithm, seed=config.seed, device=device, dtype=dtype, failures=config.failures, **how)
         federation = start(split=parts)
-        describe_store(federation, config)
+        describe_store(federation)
         best = Best()
         if state:
             restore(state, federation, best)
@@ -176,8 +175,7 @@ def carry_out(
         summary = summarise(config, dataset, federation, best, lines, device)
         if parts.newcomers and ranks.is_first():
             log.info("%s new users learn what is private to them", f"{parts.newcomers.clients:,}")
-            kept = best.round, beginning(best.state, "server/")
-            round_, server = kept if best.state else (federation.round, federation.server)
+            round_, server = reported_server(out, federation, best)
             summary |= {"new_user": {"round": round_, **newcomers.metrics(federation.engine, server, parts.newcomers)}}
         refitted = None
         if config.refit:
@@ -213,12 +211,12 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
     """All rounds that are left."""
     limit, unit = config.limit, config.budget
     cadence = checkpoint.Cadence.of(config.checkpoint_every)
-    keep_best = keeps_best(federation, config)
-    if keep_best and best.round == federation.round:
-        best.state = copied(federation.state())
+    aside = Aside(federation, config, out)
     parts, on = federation.split, federation.split.protocol.select_on
     name, shown = ("rmse", "RMSE") if parts.held else ("hr_10", "HR@10")
     spent, counts = federation.spent(unit), dict(federation.counts)
+    if federation.round and best.round == federation.round and spent < limit:
+        aside.put(federation, best)  # a checkpoint does not hold it twice
     bar = tqdm(
         total=limit,
         initial=spent,
@@ -256,8 +254,8 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
                         best.unranked = federation.frozen() or federation
                         if best.unranked is federation:
                             best.rank_all()
-                    if keep_best:
-                        best.state = copied(federation.state())
+                    if spent < limit:  # after the last round it is what the federation holds
+                        aside.put(federation, best)
                 bar.set_postfix_str(" ".join(f"{part} {shown} {scores[part][name]:.3f}" for part in scores), refresh=False)
             line["seconds"] = time.perf_counter() - started
             line |= {"bytes_up": federation.bytes_up, "bytes_down": federation.bytes_down}
@@ -470,12 +468,10 @@ def describe(dataset: Interactions, parts: Split, config: RunConfig, device: str
     log.info("%s, recipe %s, seed %d, on %s, into %s", config.algo, config.recipe, config.seed, device, out)
 
 
-def describe_store(federation: Federation, config: RunConfig) -> None:
+def describe_store(federation: Federation) -> None:
     """Say where clients' state lies, if not in memory."""
     store = federation.store
     if isinstance(store.room, Disk):
-        if config.keep_state == "best":
-            log.warning("--keep-state best would copy what clients keep, which does not fit in memory; the last round's state is kept")
         most = store.client_bytes * federation.split.clients
         log.info(
             "what clients keep is in a sparse file in %s, which goes when the run ends: %s if all take part", store.room.folder, human(most)
@@ -501,25 +497,6 @@ def save(out: Path, federation: Federation, best: Best, config: RunConfig) -> No
     ranks.told(lambda: checkpoint.save_round(out, federation.round, facts, tensors), [*lent(state).values()])
 
 
-def whole(state: Mapping[str, Tensor | Picked], federation: Federation) -> dict[str, Tensor | Picked]:
-    """A state with the clients and the mail of all ranks, on the first; what is picked it reads while the others lend theirs."""
-    if ranks.count() == 1:
-        return dict(state)
-    mine = {name: value for name, value in state.items() if federation.is_own(name) and isinstance(value, Tensor)}
-    mail = [value for name, value in state.items() if federation.is_own(name) and name.startswith("server/")]
-    slot, own = state.get("server/slot"), federation.store.clients
-    if mail and isinstance(slot, Tensor):
-        before = sum(ranks.exchanged(lambda: mail[0].shape[0])[: ranks.number()])
-        mine["server/slot"] = torch.where(slot < 0, slot, slot + before)[own.start : own.stop]
-    gathered = ranks.gathered(lambda: mine, federation.engine.device, first_only=True)
-    return {**state, **gathered, **ranks.spread(lent(state))}
-
-
-def lent(state: Mapping[str, Tensor | Picked]) -> dict[str, Picked]:
-    """What the first rank reads piece by piece where other ranks have it."""
-    return {name: value for name, value in state.items() if isinstance(value, Picked)}
-
-
 def save_again(out: Path, federation: Federation, round_: int, best: Best, config: RunConfig) -> None:
     """The last good state, which the round that diverged has overwritten: made again from the last checkpoint, or from the start."""
     _, state = told_state(lambda: (True, checkpoint.newest(out)))
@@ -530,18 +507,6 @@ def save_again(out: Path, federation: Federation, round_: int, best: Best, confi
     if round_:
         save(out, federation, best, config)
         log.warning("the state after round %d, the last good one, is in %s", round_, out / checkpoint.FOLDER)
-
-
-def state_facts(federation: Federation, config: RunConfig) -> dict[str, Any]:
-    """What a state belongs to."""
-    identity, split = config.identity(), federation.split
-    return {
-        "algo": identity["algo"],
-        "dataset": identity["dataset"],
-        "data_checksum": split.checksum,
-        "protocol_fingerprint": split.fingerprint,
-        "round": federation.round,
-    }
 
 
 def restore(state: checkpoint.State, federation: Federation, best: Best) -> None:
@@ -597,38 +562,3 @@ def own_mail(slot: Tensor, own: range) -> tuple[Tensor, Tensor]:
     has[own.start : own.stop] = slot[own.start : own.stop] >= 0
     rows, mine[has] = slot[has].unique(return_inverse=True)
     return rows, mine
-
-
-def beginning(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def copied(tensors: Mapping[str, Tensor | Picked]) -> Tensors:
-    return {name: value.clone() for name, value in tensors.items() if isinstance(value, Tensor)}
-
-
-def keeps_best(federation: Federation, config: RunConfig) -> bool:
-    """Whether the reported round's state is copied while the run goes on."""
-    if isinstance(federation.store.room, Disk):
-        return False
-    sizes = {name: value.numel() * value.element_size() for name, value in federation.state().items() if isinstance(value, Tensor)}
-    own = sum(size for name, size in sizes.items() if federation.is_own(name))
-    size = ranks.totals(own)[0] + sum(sizes.values()) - own
-    return not config.refit and (config.keep_state == "best" or (config.keep_state == "auto" and size <= KEEP_BEST_BYTES))
-
-
-def keep_model(out: Path, federation: Federation, best: Best, config: RunConfig) -> None:
-    """Write the state that the finished run keeps, and say which it is; after a refit, the refitted one."""
-    if config.keep_state == "none":
-        return
-    state: Mapping[str, Tensor | Picked]
-    round_, state = (best.round, best.state) if best.state else (federation.round, federation.state())
-    tensors, facts = whole(state, federation), state_facts(federation, config) | {"round": round_, "best_round": best.round}
-
-    def write() -> int:
-        checkpoint.prune(out, keep=1)
-        return checkpoint.save(out, checkpoint.MODEL, facts, tensors)
-
-    size = ranks.told(write, [*lent(state).values()])
-    hint = "" if round_ == best.round else f", not of the reported round {best.round}: --keep-state best keeps that"
-    log.info("kept: the state of round %d (%s)%s", round_, human(size), hint)

@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numba
 import numpy as np
@@ -361,6 +362,21 @@ def test_kernels_of_any_dimension_equal_the_generic_path(kind: type[Algorithm], 
             federation.next_round()
         found.append(federation.state())
     torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("given", [{}, {"row_negatives": True}, {"train_user": "always"}, {"merge": "static", "row_negatives": True}])
+def test_a_gpu_kernel_is_given_no_plan_that_it_would_do_wrong(given: dict[str, Any]) -> None:
+    """It moves every row and the user: what spares some of them takes the generic path, with a mixture and without."""
+    federation = Federation.start(FedEM(**SMALL, adapter=(16, 8, 1), **given), small_split(), 0, kernel="off")
+    engine = federation.engine
+    engine.gpu_kernels = mock.Mock()
+    engine.gpu_kernels.train.side_effect = lambda plan, held, codes, count, *_: (torch.zeros(len(count)), torch.zeros_like(count))
+    for _ in range(2):
+        federation.next_round()
+    for call in engine.gpu_kernels.train.call_args_list:
+        assert call.args[0] == DotBCE(0.1)
+    plain = given.get("row_negatives", False)  # until the server answers, the user is trained anyway
+    assert bool(engine.gpu_kernels.train.call_count) == plain
 
 
 def test_room_is_used_again_once_nobody_holds_it() -> None:

@@ -35,7 +35,8 @@ DOTS: list[Algorithm] = [
     FedMF(**{**SMALL, "dim": 21, "local_epochs": 1}),  # no power of 2
     FedMF(**{**SMALL, "dim": 3, "batch_size": 300}),  # all samples in one batch
     Local(**SMALL, stop_below=0.02),
-    FedEM(**SMALL, adapter=(16, 8, 1), row_negatives=True, train_user="always"),  # clients with a mixture take the generic path beside those without
+    # clients with a mixture take the generic path beside those without
+    FedEM(**SMALL, adapter=(16, 8, 1), row_negatives=True, train_user="always"),
 ]
 OFF = {"kernel": "off", "compile": False}
 MACHINE_CODE = """
