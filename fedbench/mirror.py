@@ -40,7 +40,10 @@ BATCH_METRICS, BATCH_PARAMS, PARAM_LENGTH, TAG_LENGTH = 1000, 100, 6000, 8000
 ROUNDS = {"metrics.jsonl": "", "refit.jsonl": "refit/"}
 """files with a line a round, and what their names begin with in MLflow"""
 FINAL = ("best/", "summary/", "refit/test/", "new_user/", "new_item/")
-"""metrics of a whole run, not of a round"""
+"""metrics of a whole run, not of a round; at step 0, for the UI draws bars of what has no later step, and lonely dots of the rest"""
+SOURCE = {"mlflow.source.name": "train.py", "mlflow.source.type": "LOCAL"}
+DIGEST_LENGTH = 32
+"""digits of a data checksum that MLflow keeps: it takes 36"""
 
 
 class Copy:
@@ -67,6 +70,16 @@ class Copy:
         params = [Param(name_of(key), value[:PARAM_LENGTH]) for key, value in order["params"].items()]
         for start in range(0, len(params), BATCH_PARAMS):
             self.client.log_batch(self.run_id, params=params[start : start + BATCH_PARAMS])
+        self._name_data(tags)
+
+    def _name_data(self, tags: dict[str, str]) -> None:
+        """Say what the run was trained on, as the UI's "Datasets" shows it."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        if tags.get("dataset") and tags.get("data_checksum"):
+            source = json.dumps({"uri": tags.get("data_source", "unknown")})
+            data = Dataset(tags["dataset"], tags["data_checksum"][:DIGEST_LENGTH], "fedbench", source)
+            self.client.log_inputs(self.run_id, [DatasetInput(data, [InputTag("mlflow.data.context", "training")])])
 
     def _earlier(self, run_id: str, experiment_id: str) -> str | None:
         """The run to go on with, if this store has it; rounds that it holds are not sent again."""
@@ -109,11 +122,15 @@ class Copy:
             self.client.log_batch(self.run_id, metrics=metrics)
             self._waiting = []
 
-    def end(self, status: str, final: dict[str, float], files: list[str]) -> None:
+    def end(self, status: str, final: dict[str, float | str], files: list[str]) -> None:
+        """final: numbers become metrics, texts become tags."""
+        from mlflow.entities import RunTag
+
         self.flush()
         if final and not self.complete:
-            self._add(self.sent["metrics.jsonl"], final)
+            self._add(0, final)
             self._send()
+            self.client.log_batch(self.run_id, tags=[RunTag(key, text) for key, text in final.items() if isinstance(text, str)])
         # before the files: a store that takes no artifacts still has a finished run
         self.client.set_terminated(self.run_id, status)
         for file in map(Path, files):
@@ -198,6 +215,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def tracking_uri() -> str:
     """MLFLOW_TRACKING_URI, or mlflow.db in the current folder."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.cwd() / 'mlflow.db'}"
+
+
+def missing_database(uri: str) -> Path | None:
+    """The file of an SQLite store that is not there yet."""
+    database = Path(uri.removeprefix("sqlite:///").partition("?")[0])
+    return database if uri.startswith("sqlite:///") and not database.exists() else None
 
 
 def open_store(experiment: str) -> tuple[MlflowClient, str]:
@@ -286,8 +309,7 @@ def started(pid: int) -> str:
 def finished_folders(experiment: str, scratch: Path) -> list[Path]:
     """The folders of an experiment's finished runs; where one is gone or used again, the run's artifacts, below `scratch`."""
     uri = tracking_uri()
-    database = Path(uri.removeprefix("sqlite:///").partition("?")[0]) if uri.startswith("sqlite:///") else None
-    if database and not database.exists():
+    if database := missing_database(uri):
         raise UsageError(f"--experiment {experiment}: there is no MLflow database {database}; go where it is or set MLFLOW_TRACKING_URI")
     try:
         client = import_client()(uri)
@@ -304,6 +326,7 @@ def finished_folders(experiment: str, scratch: Path) -> list[Path]:
                     folder = scratch / run.info.run_id
                     folder.mkdir()
                     client.download_artifacts(run.info.run_id, "", str(folder))
+                    (folder / "env.json").write_text(json.dumps({"mlflow_run_id": run.info.run_id}), encoding="utf-8")
                 folders.append(folder)
             token = page.token
             if not token:

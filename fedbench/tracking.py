@@ -31,13 +31,18 @@ logger = logging.getLogger("fedbench")
 
 PACKAGES = ("torch", "numpy", "numba", "mlflow", "cvxpy")
 CHILD_OF = "mlflow.parentRunId"
+"""the tag by which MLflow knows the parent of a run; the parent comes from the environment: FEDBENCH_PARENT_RUN"""
 AT_HAND = "FEDBENCH_MIRROR"
 """where a process waits that has imported MLflow, see `mlflow_at_hand`"""
-"""the tag by which MLflow knows the parent of a run; the parent comes from the environment: FEDBENCH_PARENT_RUN"""
 FILES = ("summary.json", "config.json", "metrics.jsonl", "per_client.parquet", "figures")
 """what of a run's folder MLflow keeps as artifacts"""
 ALONE = ("refit/", "new_user/", "new_item/")
 """parts of the summary that keep their own names in MLflow"""
+FLOORS = ("popularity", "chance", "user_item_mean", "global_mean")
+"""references in the summary: they say nothing of the run, so MLflow has the metrics that count as tags, and no chart of them"""
+FLOOR_METRICS = ("hr_10", "ndcg_10", "rmse")
+CONSTANTS = (*(f"{name}." for name in FLOORS), "protocol_fields.", "clients", "items", "new_item.clients", "new_item.items")
+"""numbers of the summary that are the same whatever the method does, by name or by what their name begins with"""
 FLUSH_SECONDS = 5.0
 """how often rounds reach MLflow"""
 
@@ -111,7 +116,7 @@ class RunLog:
         dirty = {"git_dirty": str(env["git_dirty"]).lower()} if commit else {}
         resumed = {"resumes": earlier} if earlier else {}
         parent = {CHILD_OF: os.environ["FEDBENCH_PARENT_RUN"]} if os.environ.get("FEDBENCH_PARENT_RUN") else {}
-        all_tags = {"kind": "run", "out": str(out), **commit, **dirty, **resumed, **parent, **tags}
+        all_tags = {"kind": "run", "out": str(out), **mirror.SOURCE, **commit, **dirty, **resumed, **parent, **tags}
 
         def note(run_id: str) -> None:
             write_json(out / "env.json", {**env, "mlflow_run_id": run_id})
@@ -179,7 +184,7 @@ class RunLog:
             self._end_mirror(status, {}, [])
         self._close()
 
-    def _end_mirror(self, status: str, final: dict[str, float], files: list[Path]) -> None:
+    def _end_mirror(self, status: str, final: dict[str, float | str], files: list[Path]) -> None:
         assert self._mirror is not None
         started = time.perf_counter()
         self._mirror.end(status, final, files)
@@ -273,7 +278,7 @@ class Mirror:
         assert self._process.stdin is not None and self._process.stdout is not None
         return self._process.stdin, self._process.stdout
 
-    def end(self, status: str, final: dict[str, float], files: list[Path]) -> None:
+    def end(self, status: str, final: dict[str, float | str], files: list[Path]) -> None:
         """Say how the run ended and wait until the copy is whole."""
         self._tell({"status": status, "final": final, "files": [str(file) for file in files]})
         with suppress(BrokenPipeError):
@@ -339,13 +344,14 @@ def mlflow_run_of(out: Path) -> str | None:
 def copy_again(out: Path, experiment: str, parent: str, run_name: str) -> None:
     """Bring a finished run's folder into MLflow, or what is missing of it there."""
     config, summary = read_json(out / "config.json"), read_json(out / "summary.json")
-    tags = {"kind": "run", "out": str(out), CHILD_OF: parent, "leaky": "LEAKY" if summary["leaky"] else "no"}
+    tags = {"kind": "run", "out": str(out), CHILD_OF: parent, "leaky": "LEAKY" if summary["leaky"] else "no", **mirror.SOURCE}
+    tags |= {key: summary[key] for key in ("dataset", "protocol_fingerprint", "data_checksum") if key in summary}
     order = {
         "out": str(out.absolute()),
         "experiment": experiment,
         "run_name": run_name,
         "params": params_of(config),
-        "tags": {**tags, **{key: summary[key] for key in ("dataset", "protocol_fingerprint")}, **mirror.who()},
+        "tags": {**tags, **mirror.who()},
         "resumes": mlflow_run_of(out),
     }
     copy = mirror.Copy(order)
@@ -367,18 +373,27 @@ def params_of(config: dict[str, Any]) -> dict[str, str]:
     return params
 
 
-def final_metrics(summary: dict[str, Any], config: dict[str, Any]) -> dict[str, float]:
+def final_metrics(summary: dict[str, Any], config: dict[str, Any]) -> dict[str, float | str]:
     """The summary's numbers by MLflow name: best/val/..., best/test/..., refit/..., new_user/..., new_item/..., and summary/....
 
-    What the config holds is a param already.
+    What the config holds is a param already. Texts become tags: what popularity, chance and the means get.
     """
-    metrics: dict[str, float] = {}
+    told: dict[str, float | str] = {}
     for key, value in flat({key: value for key, value in summary.items() if config.get(key) != value}).items():
         name = key.replace(".", "/")
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, int | float) and not isinstance(value, bool) and not _constant(key):
             place = "best/" if name.startswith(("val/", "test/")) else "" if name.startswith(ALONE) else "summary/"
-            metrics[place + name] = value
-    return metrics
+            told[place + name] = value
+    floors = {f"{floor}.{name}": summary.get(floor, {}).get(name) for floor in FLOORS for name in FLOOR_METRICS}
+    told |= {key: f"{value:.4f}" for key, value in floors.items() if value is not None}
+    if summary.get("rounds") and "client_visits" in summary:
+        # where n is "all" this is the number that a chart can have on its axis
+        told["summary/cohort"] = summary["client_visits"] / summary["rounds"]
+    return told
+
+
+def _constant(key: str) -> bool:
+    return any(key.startswith(name) if name.endswith(".") else key == name for name in CONSTANTS)
 
 
 def environment() -> dict[str, Any]:

@@ -26,7 +26,7 @@ from fedbench.tracking import RunLog
 
 REPO = Path(__file__).parent.parent
 CONFIG: dict[str, Any] = {"algo": "toy", "rounds": 3, "clients_per_round": None, "local_epochs": 2, "protocol": {"split": "time"}}
-TAGS = {"protocol_fingerprint": "0123456789abcdef", "leaky": "false", "data_checksum": "ab" * 32}
+TAGS = {"protocol_fingerprint": "0123456789abcdef", "leaky": "false", "dataset": "synthetic", "data_checksum": "ab" * 32}
 SUMMARY: dict[str, Any] = {
     "algo": "toy",
     "dataset": "synthetic",
@@ -34,6 +34,11 @@ SUMMARY: dict[str, Any] = {
     "rounds": 3,
     "best_round": 2,
     "bytes_up": 600,
+    "client_visits": 60,
+    "clients": 40,
+    "clients_never_seen": 0,
+    "protocol_fields": {"eval_negatives": 99},
+    "popularity": {"hr_10": 0.4, "hr_20": 0.5},
     "val": {"hr_10": np.float32(0.5), "ndcg_10": 0.25},
     "test": {"hr_10": 0.375, "full_hr_10": float("nan")},
 }
@@ -182,7 +187,16 @@ def test_mlflow_holds_what_the_folder_holds(tmp_path: Path, client: Any, capfd: 
         "best/test/hr_10": 0.375,
         "summary/best_round": 2,
         "summary/bytes_up": 600,
+        "summary/client_visits": 60,
+        "summary/clients_never_seen": 0,
+        "summary/cohort": 20,
     }
+    # the UI draws bars of them; what says nothing of the run is no metric
+    assert {step for (key, step) in stored if key in final} == {0}
+    assert run.data.tags["popularity.hr_10"] == "0.4000"
+    (data,) = run.inputs.dataset_inputs
+    assert (data.dataset.name, data.dataset.digest) == ("synthetic", "ab" * 16)
+    assert run.data.tags["mlflow.source.name"] == "train.py"
     assert run.info.status == "FINISHED"
     assert run.data.params == {
         "algo": "toy",
