@@ -1,6 +1,7 @@
 # `make run` and `make test` do all the set-up there is on a fresh machine with Python 3.11 and make.
 PYTHON ?= python3
 PY := .venv/bin/python
+PORT ?= 5000
 export MLFLOW_DISABLE_TELEMETRY := true
 
 .PHONY: run test test-browser test-gpu test-ray lint setup ui clean
@@ -30,8 +31,7 @@ lint: setup
 	$(PY) -m mypy
 
 ui: setup
-	@echo "MLflow on http://127.0.0.1:5000 (Ctrl-C ends it)"
-	$(PY) -m mlflow ui --backend-store-uri $${MLFLOW_TRACKING_URI:-sqlite:///mlflow.db} --host 127.0.0.1 --port 5000
+	@$(PY) -m fedbench ui --port $(PORT)
 
 setup: .venv/ready
 

@@ -19,6 +19,7 @@ COMMANDS = {
     "fetch": ("fedbench.cli:fetch", "bring datasets into the cache"),
     "list": ("fedbench.cli:show_list", "show algorithms and datasets"),
     "report": ("fedbench.report:main", "compare finished runs in one page"),
+    "ui": ("fedbench.ui:main", "open all runs in the MLflow UI"),
     "evaluate": ("fedbench.measure:main", "measure a finished run's model again, also on new users"),
     "recommend": ("fedbench.recommend:main", "what a trained model recommends"),
     "log-model": ("fedbench.log_model:main", "put a trained model into MLflow, to be served"),

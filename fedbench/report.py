@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fedbench import charts, config, significance
+from fedbench import charts, config, significance, views
 from fedbench.audit import CANARIES
 from fedbench.boards import (
     RANKING,
@@ -35,6 +35,7 @@ from fedbench.mirror import finished_folders
 from fedbench.page import Cell, Figure, Page, Section, Table, slug, write
 from fedbench.results import human
 from fedbench.significance import LEVEL, RESAMPLES
+from fedbench.tracking import mlflow_run_of
 
 EPILOG = """A leaderboard holds runs of one fingerprint: the same data, split and candidates. Two fingerprints for one dataset are refused;
 --fingerprint keeps one of them, and --leak-gap shows LEAKY runs beside clean ones in a section of their own.
@@ -74,6 +75,7 @@ def main(argv: list[str]) -> int:
         folders = given.runs if given.experiment is None else finished_folders(given.experiment, Path(scratch))
         runs, remarks = read_runs(folders)
         sources = [str(run.folder).replace(f"{scratch}/", "MLflow run ") for run in runs]
+        copies = {run.folder: mlflow_run_of(run.folder) for run in runs}
     if given.fingerprint:
         runs = keep(runs, given.fingerprint)
     boards, beside = choose_boards(runs, given.metric, given.leak_gap, remarks)
@@ -81,6 +83,9 @@ def main(argv: list[str]) -> int:
     path = write(page, given.out)
     print(page.to_text())
     print(f"\nreport  {path}")
+    compared = {run_id: str(run.config.get("experiment")) for run in runs if (run_id := copies[run.folder])}
+    for link in views.of_report(compared, page.title, given.out):
+        print(f"charts  {link}")
     return 0
 
 

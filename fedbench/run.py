@@ -36,6 +36,7 @@ from fedbench.exposure import exposure
 from fedbench.federation import Diverged, Federation, world_of
 from fedbench.kept import Aside, beginning, keep_model, lent, reported_server, state_facts, whole
 from fedbench.lock import claimed
+from fedbench.parent import join
 from fedbench.protocol import Protocol
 from fedbench.results import Best, final_table, human, mean_table, over_runs, peak_rss_mb, per_client, refit_summary, summarise
 from fedbench.split import Split, split
@@ -60,7 +61,10 @@ def run_several(configs: Sequence[RunConfig], parent: Path | None, jobs: int = 1
         summaries = [plain(run(config)) for config in configs] if jobs == 1 else in_processes(configs, parent / "work", jobs)
         summary = over_runs(summaries, [pd.read_parquet(str(config.out / "per_client.parquet")) for config in configs if config.out])
         write_json(parent / "summary.json", plain(summary))
-    print(fitted(f"\n{mean_table(summary)}\nfolder  {parent}"))
+    table, first = mean_table(summary), configs[0]
+    print(fitted(f"\n{table}\nfolder  {parent}"))
+    if first.mlflow and (link := join([one.out for one in configs if one.out], first.experiment, parent, summary, table)):
+        print(f"charts  {link}")
     return summary
 
 
@@ -144,6 +148,7 @@ def carry_out(
             "leaky": "LEAKY" if leaky else "no",
             "data_checksum": parts.checksum,
             "dataset": dataset.name,
+            "data_source": dataset.source,
             "split": parts.protocol.split,
         },
         mlflow=config.mlflow,

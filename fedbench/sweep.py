@@ -384,9 +384,13 @@ def conclude(progress: Progress, parent: Parent | None, argv: Sequence[str], ran
         from fedbench import tables
 
         tables.write(progress.what, summaries, progress.entries, progress.folder)
-    print(fitted((progress.folder / "table.md").read_text(encoding="utf-8")))
+    table = (progress.folder / "table.md").read_text(encoding="utf-8")
+    print(fitted(table))
+    link = None
     if parent:
         parent.tidy(*progress.folders())
+        link = parent.view(progress.what.axes) if done else None
+        parent.note([line for line in table.splitlines() if line.startswith("best on validation")], table, link)
         axes = {key: ",".join(map(str, values)) for key, values in progress.what.axes.items()}
         fixed = {key: str(value) for key, value in progress.what.grids[0].fixed.items() if len(progress.what.grids) == 1}
         figures: dict[str, float] = {"points": len(progress.entries), "points_finished": len(done), "points_failed": len(failed)}
@@ -403,6 +407,5 @@ def conclude(progress: Progress, parent: Parent | None, argv: Sequence[str], ran
         print(f"logs    {progress.folder / 'work'}/<point>.log", file=sys.stderr)
     print(f"folder  {progress.folder}")
     if parent and parent.run_id:
-        metric = study.main_metric(summaries.values())
-        print(f"charts  {parent.link(metric, ascending=study.SELECT[metric] < 0)}")
+        print(f"charts  {link or parent.plain_link(study.main_metric(summaries.values()))}")
     return 1 if failed else 0

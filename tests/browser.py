@@ -1,11 +1,17 @@
-"""The system's Chromium, driven over the DevTools protocol on two pipes: no driver and no package beside the browser."""
+"""The system's Chromium, driven over the DevTools protocol on two pipes: no driver and no package beside the browser.
+
+`python -m tests.browser LINK FILE.png` takes a picture of a view in the MLflow UI, such as docs/dashboard.png.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 from select import select
@@ -16,6 +22,8 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", "--no-first-run"),
     *("--disable-component-update", "--disable-sync", "--disable-default-apps", "--window-size=1400,1000"),
+    # as on a desk: a mouse that hovers, without which Plotly lays its buttons over the charts
+    "--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4",
     # whatever a page may ask for, nothing leaves this machine
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
@@ -102,9 +110,10 @@ class Browser:
         """Every host, with its port, that the page asked for something."""
         return {urlsplit(address).netloc for address in self.requests if urlsplit(address).scheme not in ("data", "blob", "about")}
 
-    def screenshot(self, path: Path) -> None:
-        import base64
+    def resize(self, width: int, height: int) -> None:
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
+    def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
     def _read(self, until: float) -> dict[str, Any] | None:
@@ -131,3 +140,22 @@ def _move(to_browser: int, from_browser: int) -> None:
         high = os.dup(high[0]), os.dup(high[1])
     os.dup2(high[0], 3)
     os.dup2(high[1], 4)
+
+
+PLOTS = "document.querySelectorAll('.js-plotly-plot svg.main-svg').length >= 6 && document.querySelector('.parcoords canvas') !== null"
+"""of the four charts of a view three are Plotly's, with two layers each"""
+
+
+def picture(link: str, file: Path, width: int = 1440, height: int = 1190) -> None:
+    """What somebody sees who opens a link for the first time, once the four charts are there."""
+    with tempfile.TemporaryDirectory() as profile, Browser(Path(profile)) as browser:
+        browser.resize(width, height)
+        browser.open(link)
+        drawn = browser.wait_for(PLOTS, 240)
+        time.sleep(3)  # the charts grow to their places
+        browser.screenshot(file)
+        print(f"{file}: {file.stat().st_size:,} bytes, {'all charts' if drawn else 'NOT all charts: ' + browser.text}")
+
+
+if __name__ == "__main__":
+    picture(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))

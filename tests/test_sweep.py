@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, unquote
 import pandas as pd
 import pytest
 
-from fedbench import mirror, pool, study, sweep, tables, trials
+from fedbench import mirror, pool, study, sweep, tables, trials, views
 from fedbench.__main__ import main as fedbench_main
 from fedbench.config import resolve
 from fedbench.errors import UsageError
@@ -99,8 +99,47 @@ def test_mlflow_has_a_parent_and_its_children(swept: tuple[Path, str, str]) -> N
     link = printed.split("charts  ")[1].strip()
     query = parse_qs(link.partition("?")[2])
     assert link.startswith("http://127.0.0.1:5000/#/experiments/1/runs?") and query["compareRunsMode"] == ["CHART"]
-    assert unquote(query["searchFilter"][0]) == f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
-    assert unquote(query["orderByKey"][0]) == "metrics.`best/test/ndcg_10`"
+    tags = mirror.import_client()(database).get_experiment("1").tags
+    view = json.loads(tags[f"mlflow.sharedViewState.{query['viewStateShareKey'][0]}"])
+    state = json.loads(view["state"])
+    assert view["name"] == "n × e: fedmf-synthetic"
+    assert state["searchFilter"] == f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
+    assert [key["groupByData"] for key in state["groupBy"]["groupByKeys"]] == ["n", "e"]
+    assert [chart["type"] for chart in state["compareRunCharts"]] == ["LINE", "BAR", "PARALLEL", "CONTOUR"]
+    assert view["name"] in tags["mlflow.note.content"]
+
+
+def test_the_parent_says_what_is_best_and_where_the_charts_are(swept: tuple[Path, str, str]) -> None:
+    folder, database, printed = swept
+    note = parent_of(database).data.tags["mlflow.note.content"]
+    best = next(line for line in printed.splitlines() if line.startswith("best on validation"))
+    assert note.startswith(f"**{best}**") and "| n | e | runs | HR@10 |" in note and f"folder `{folder.name}`" in note
+    # without a host: the UI may run on another port
+    assert f"](#{printed.split('#')[-1].strip()})" in note
+
+
+def test_without_views_the_plain_link_works(
+    swept: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """In another MLflow, and where the tag cannot be written: then with one warning."""
+    folder, database, _ = swept
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
+    for how, warnings in ((lambda patch: patch.setattr(views, "TRIED", "2.1."), 0), (refuse_tags, 1)):
+        with monkeypatch.context() as patch, caplog.at_level("WARNING"):
+            how(patch)
+            caplog.clear()
+            assert sweep.main([*GRID, "--out", str(folder)]) == 0
+        query = parse_qs(capsys.readouterr().out.split("charts  ")[1].strip().partition("?")[2])
+        assert unquote(query["searchFilter"][0]) == f"tags.`mlflow.parentRunId` = '{parent_of(database).info.run_id}'"
+        assert unquote(query["orderByKey"][0]) == "metrics.`best/test/ndcg_10`"
+        assert sum("no ready view" in record.getMessage() for record in caplog.records) == len(caplog.records) == warnings
+
+
+def refuse_tags(patch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError("the store takes no tags")
+
+    patch.setattr(mirror.import_client(), "set_experiment_tag", refuse)
 
 
 def test_the_next_call_does_what_is_missing_and_nothing_else(
