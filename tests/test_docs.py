@@ -12,6 +12,7 @@ from torch.distributed import run as torchrun
 
 import fedbench
 from fedbench import bench, cli, config, log_model, measure, recommend, registry, report, study, sweep
+from fedbench.__main__ import COMMANDS
 from fedbench.algorithm import Algorithm
 
 ROOT = Path(__file__).parents[1]
@@ -41,9 +42,17 @@ def examples() -> dict[str, str]:
     return found
 
 
+def lines_of(page: Path) -> list[str]:
+    """Every command: a line in a block of commands, or `python ...` in the text; always as `python`."""
+    text = page.read_text(encoding="utf-8")
+    lines = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
+    lines += re.findall(r"`(python [^`]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+    return [line.strip().removeprefix(".venv/bin/") for line in lines]
+
+
 def commands(page: Path) -> list[list[str]]:
-    """The words after `train.py` of every line in a block of commands that python or torchrun starts with it."""
-    lines = [line for text in blocks(page, "bash") for line in text.splitlines() if re.match("python train.py|torchrun .* train.py", line)]
+    """The words after `train.py` of every command that python or torchrun starts with it; a bare one names it and no more."""
+    lines = [line for line in lines_of(page) if re.match(r"python train.py .|torchrun .* train.py", line)]
     return [shlex.split(line.partition("train.py")[2], comments=True) for line in lines]
 
 
@@ -73,7 +82,7 @@ def test_an_example_trains(name: str, folder: Path) -> None:
 @each_page
 def test_commands_are_understood(page: Path, folder: Path) -> None:
     for words in commands(page):
-        if not {"--help", "--config"} & set(words):
+        if not {"--help", "--config", "NAME"} & set(words):
             request = config.parse(words)
             assert request.configs or request.list
 
@@ -81,7 +90,7 @@ def test_commands_are_understood(page: Path, folder: Path) -> None:
 @each_page
 def test_sweeps_are_understood(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     starts = ("python sweeps/grid.py", "python -m fedbench sweep")
-    for line in (line for text in blocks(page, "bash") for line in text.replace("\\\n", " ").splitlines() if line.startswith(starts)):
+    for line in (line for line in lines_of(page) if line.startswith(starts) and line not in starts):
         own, rest = sweep.split_line(shlex.split(line, comments=True)[2 if "grid.py" in line else 4 :])
         if "--help" not in own:
             options = sweep.parser().parse_args(own)
@@ -90,9 +99,10 @@ def test_sweeps_are_understood(page: Path, folder: Path, monkeypatch: pytest.Mon
 
 @each_page
 def test_commands_on_finished_runs_are_understood(page: Path) -> None:
-    for line in (line for text in blocks(page, "bash") for line in text.splitlines() if line.startswith("python -m fedbench")):
+    for line in (line for line in lines_of(page) if line.startswith("python -m fedbench ")):
         name, *words = shlex.split(line, comments=True)[3:]
-        if name in PARSERS:
+        assert name in COMMANDS or name in ("help", "COMMAND"), line
+        if name in PARSERS and words and words != ["--help"]:
             given = PARSERS[name]().read(words)
             assert bool(given.runs) != bool(given.experiment) if name == "report" else given.run is not None
 
@@ -137,3 +147,14 @@ def anchors(page: Path) -> set[str]:
 def test_one_version_everywhere() -> None:
     assert f"\nversion: {fedbench.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\n## {fedbench.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_is_short_and_leads_to_every_page() -> None:
+    assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") <= 170
+    reached, left = set(), [ROOT / "README.md"]
+    while left:
+        page = left.pop()
+        reached.add(page)
+        targets = re.findall(r"\]\(([^)#\s]+\.md)", page.read_text(encoding="utf-8"))
+        left += {(page.parent / target).resolve() for target in targets if "://" not in target} - reached
+    assert set(PAGES) <= reached
