@@ -234,6 +234,11 @@ class Board:
                 return self.values(method, self.lead)[:1]
         return None
 
+    def drawn_over(self, method: Method) -> str:
+        """What a method's interval is over, in words."""
+        seeds = len(method.seeds)
+        return f"over {seeds} seeds and {self.users:,} clients" if seeds > 1 else f"over {self.users:,} clients (one seed)"
+
     @property
     def runs(self) -> list[Run]:
         return [run for method in self.methods for run in method.runs]

@@ -69,7 +69,8 @@ def heatmap(means: pd.DataFrame, x: str, y: str, metric: str, names: tuple[str, 
         row, column = rows.index(told[y]), columns.index(told[x])
         interval = "" if np.isnan(told[f"{metric}_pm"]) else f"\n± {told[f'{metric}_pm']:.3f}"
         text = f"{told[metric]:.3f}{interval}" + ("\nLEAKY" if told["leaky"] else "")
-        color = LEAK if told["leaky"] else "black" if told[metric] > middle else "white"
+        # grey levels, for black and white change places where a report's figures are shown on a dark page
+        color = LEAK if told["leaky"] else "0.05" if told[metric] > middle else "0.95"
         warned: dict[str, Any] = (
             {"fontweight": "bold", "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 2}} if told["leaky"] else {}
         )

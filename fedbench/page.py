@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
-from fedbench.charts import Drawn
+from fedbench.charts import Drawn, shown
 from fedbench.errors import UsageError
 from fedbench.tracking import plain, write_text
 
@@ -25,6 +27,10 @@ class Cell(NamedTuple):
     text: str
     small: str = ""
     mark: str = ""
+    value: float | None = None
+    """what its column is sorted by; a column without values is sorted as text"""
+    tip: str = ""
+    """what the pointer shows"""
 
 
 @dataclass(frozen=True)
@@ -68,18 +74,20 @@ class Page:
     """the numbers, for report.json"""
 
     def to_html(self) -> str:
-        links = [f'<a href="#s{number}">{escape(section.title)}</a>' for number, section in enumerate(self.sections)]
+        links = [f'<a href="#s{number}">{_text(section.title)}</a>' for number, section in enumerate(self.sections)]
         parts = [
-            f"<header><h1>{escape(self.title)}</h1>",
-            f'<p class="lead">{escape(self.lead)}</p>',
+            f"<header><h1>{_text(self.title)}</h1>",
+            f'<p class="lead">{_text(self.lead)}</p>',
             f"<nav>{''.join(links)}</nav></header>",
         ]
         parts += [_section_html(section, f"s{number}") for number, section in enumerate(self.sections)]
-        parts += ["<section><h2>How this was computed</h2>", *(f"<p>{escape(text)}</p>" for text in self.method)]
+        parts += ["<section><h2>How this was computed</h2>", *(f"<p>{_text(text)}</p>" for text in self.method)]
         parts += [f"<details><summary>{len(self.sources)} runs</summary>"]
-        parts += [f"<div><code>{escape(source)}</code></div>" for source in self.sources]
+        parts += [f"<div><code>{_text(source)}</code></div>" for source in self.sources]
         parts += ["</details></section>"]
-        return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(title=escape(self.title), body="\n".join(parts))
+        template = TEMPLATE.read_text(encoding="utf-8")
+        allowed = {tag: _hash(template.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]) for tag in ("style", "script")}
+        return Template(template).substitute(title=_text(self.title), body="\n".join(parts), **allowed)
 
     def to_markdown(self) -> str:
         parts = [f"# {_md(self.title)}", _md(self.lead)]
@@ -89,7 +97,7 @@ class Page:
             for table in section.tables:
                 head = [_md(name) for name in ("", *table.columns[1:])]
                 lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-                lines += [f"| {' | '.join(_md(f'{cell.text} {cell.small}'.strip()) for cell in row)} |" for row in table.rows]
+                lines += [f"| {' | '.join(map(_cell_md, row))} |" for row in table.rows]
                 parts += [f"### {_md(table.title)}", "\n".join(lines), _md(table.caption)]
             parts += [f"![{_md(one.drawn.alt)}](figures/{one.drawn.name}.png)\n\n{_md(one.caption)}" for one in section.figures]
         parts += ["## How this was computed", *map(_md, self.method)]
@@ -125,6 +133,11 @@ def write(page: Page, out: Path) -> Path:
     return out / "report.html"
 
 
+def listed(names: Sequence[str], most: int = 12) -> str:
+    """Names in a sentence; of very many, the first ones and how many more there are."""
+    return ", ".join(names) if len(names) <= most + 1 else f"{', '.join(names[:most])} and {len(names) - most} more"
+
+
 def slug(text: str) -> str:
     """A name as part of a file name."""
     return re.sub(r"[^A-Za-z0-9.=-]+", "-", text).strip("-.")[:60] or "x"
@@ -132,12 +145,12 @@ def slug(text: str) -> str:
 
 def _section_html(section: Section, anchor: str) -> str:
     leaky = ' <span class="leaky">LEAKY</span>' if section.leaky else ""
-    parts = [f'<section id="{anchor}"><h2>{escape(section.title)}{leaky}</h2>']
+    parts = [f'<section id="{anchor}"><h2>{_text(section.title)}{leaky}</h2>']
     if section.lead:
-        parts.append(f'<p class="lead">{escape(section.lead)}</p>')
+        parts.append(f'<p class="lead">{_text(section.lead)}</p>')
     for kind, texts in (("warnings", section.warnings), ("remarks", section.remarks)):
         if texts:
-            parts.append(f'<ul class="{kind}">{"".join(f"<li>{escape(text)}</li>" for text in texts)}</ul>')
+            parts.append(f'<ul class="{kind}">{"".join(f"<li>{_text(text)}</li>" for text in texts)}</ul>')
     tables = [_table_html(table) for table in section.tables]
     figures = [f'<div class="figures">{"".join(map(_figure_html, section.figures))}</div>'] if section.figures else []
     parts += [*tables[:2], *figures, *tables[2:]]
@@ -145,25 +158,44 @@ def _section_html(section: Section, anchor: str) -> str:
 
 
 def _table_html(table: Table) -> str:
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.columns)
+    head = "".join(f'<th scope="col">{_text(name)}</th>' for name in table.columns)
     rows = []
     for number, (first, *rest) in enumerate(table.rows):
-        cells = "".join(
-            f"<td{f' class={cell.mark}' if cell.mark else ''}>{escape(cell.text)}"
-            f"{f'<small>{escape(cell.small)}</small>' if cell.small else ''}</td>"
-            for cell in rest
-        )
         kind = ' class="reference"' if number in table.references else ""
-        rows.append(f'<tr{kind}><th scope="row">{escape(first.text)}</th>{cells}</tr>')
-    caption = f'<p class="caption">{escape(table.caption)}</p>' if table.caption else ""
-    body = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
-    return f"<h3>{escape(table.title)}</h3>\n{body}\n{caption}"
+        rows.append(f'<tr{kind}><th scope="row">{_text(first.text)}</th>{"".join(map(_cell_html, rest))}</tr>')
+    caption = f'<p class="caption">{_text(table.caption)}</p>' if table.caption else ""
+    body = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    # what scrolls must be reached by keyboard too
+    region = f'<div class="scroll" tabindex="0" role="region" aria-label="{_text(table.title)}">{body}</div>'
+    return f"<h3>{_text(table.title)}</h3>\n{region}\n{caption}"
+
+
+def _cell_html(cell: Cell) -> str:
+    mark = f' class="{cell.mark}"' if cell.mark else ""
+    value = f' data-value="{cell.value:.10g}"' if cell.value is not None and math.isfinite(cell.value) else ""
+    tip = f' title="{_text(cell.tip)}"' if cell.tip else ""
+    return f"<td{mark}{value}{tip}>{_text(cell.text)}{f'<small>{_text(cell.small)}</small>' if cell.small else ''}</td>"
 
 
 def _figure_html(figure: Figure) -> str:
     data = base64.b64encode(figure.drawn.svg).decode()
-    image = f'<img alt="{escape(figure.drawn.alt)}" src="data:image/svg+xml;base64,{data}">'
-    return f"<figure>{image}<figcaption>{escape(figure.caption)}</figcaption></figure>"
+    image = f'<img alt="{_text(figure.drawn.alt)}" src="data:image/svg+xml;base64,{data}">'
+    return f"<figure>{image}<figcaption>{_text(figure.caption)}</figcaption></figure>"
+
+
+def _hash(inline: str) -> str:
+    """What the page's policy allows a style or script by: nothing else of that kind is applied or run."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()}"
+
+
+def _text(text: str) -> str:
+    """Text as HTML: markup and control characters are shown, and have no effect."""
+    return escape(shown(text, keep="\n\t"))
+
+
+def _cell_md(cell: Cell) -> str:
+    text = f"**{_md(cell.text)}**" if cell.mark == "best" else _md(cell.text)
+    return f"{text} {_md(cell.small)}".strip()
 
 
 def _md(text: str) -> str:

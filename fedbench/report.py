@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from fedbench import charts, config, significance, views
 from fedbench.audit import CANARIES
+from fedbench.board_figures import figures
 from fedbench.boards import (
     RANKING,
     RATING,
@@ -28,11 +28,10 @@ from fedbench.boards import (
     keep,
     read_runs,
 )
-from fedbench.charts import Bar, Curve
+from fedbench.charts import Bar
 from fedbench.errors import UsageError
-from fedbench.figures import heatmap
 from fedbench.mirror import finished_folders
-from fedbench.page import Cell, Figure, Page, Section, Table, slug, write
+from fedbench.page import Cell, Figure, Page, Section, Table, listed, slug, write
 from fedbench.results import human
 from fedbench.significance import LEVEL, RESAMPLES
 from fedbench.tracking import mlflow_run_of
@@ -48,8 +47,6 @@ examples:
 """
 KEYS = [metric.key for metric in (*RANKING, *RATING)]
 ALPHA = 0.05
-MOST_WARNINGS = 8
-"""of methods that do not beat the floor; a grid can have a hundred"""
 METHOD = (
     f"""Intervals: {LEVEL:.0%} percentile bootstrap, {RESAMPLES:,} resamples. Each resample draws as many clients as there are, with
     replacement, and, apart from that, as many seeds as the method has, with replacement; its value is the mean over all pairs of a
@@ -123,7 +120,7 @@ def compose(boards: Sequence[Board], beside: Sequence[Board], remarks: Sequence[
     """The whole report."""
     compared = [(board, compare(board)) for board in boards]
     sections = [board_section(board, rows) for board, rows in compared]
-    if len(boards) > 1:
+    if len({board.dataset for board in boards}) > 1:
         sections.append(datasets_section(boards))
     if beside:
         sections.append(leak_section(compared, [(board, compare(board)) for board in beside]))
@@ -149,15 +146,10 @@ def warnings(board: Board, rows: Sequence[Row]) -> list[str]:
     said = []
     if board.leaky:
         said.append("LEAKY protocol: these numbers are inflated by the held-out items; compare them with nothing but each other")
-    below = []
     for row in rows:
         if row.method.algo in CANARIES:
             said += beats_chance(board, row)
-        elif not is_popularity(row.method):
-            below += beats_floor(board, row)
-    if len(below) > MOST_WARNINGS:
-        below[MOST_WARNINGS:] = [f"and {len(below) - MOST_WARNINGS} more methods that are not clearly better: see the tests below"]
-    return said + below
+    return said + below_floor(board, rows)
 
 
 def beats_chance(board: Board, row: Row) -> list[str]:
@@ -174,19 +166,31 @@ def beats_chance(board: Board, row: Row) -> list[str]:
     return [f"LEAK: {row.method.name} cannot know the held-out item, and yet it beats chance: {figures}"]
 
 
-def beats_floor(board: Board, row: Row) -> list[str]:
-    """A word for a method that does not clear popularity."""
-    floor = board.floor
-    if floor is None:
+def below_floor(board: Board, rows: Sequence[Row]) -> list[str]:
+    """One sentence on the methods that do not clear popularity, or not significantly."""
+    judged = [row for row in rows if row.method.algo not in CANARIES and not is_popularity(row.method)]
+    if board.floor is None:
         return []
-    name, values = floor
-    mine, least = row.estimates[board.lead.key].value, values[board.lead.key]
-    figures = f"{board.lead.label} {mine:.4f} against {least:.4f}"
-    if not board.lead.sign * (mine - least) > 0:  # what diverged is no number
-        return [f"{row.method.name} does NOT beat {name}: {figures}"]
-    if row.to_floor is not None and row.to_floor.p >= ALPHA:
-        return [f"{row.method.name} is not significantly better than {name}: {figures}, p = {_p(row.to_floor.p)}"]
+    (name, values), lead = board.floor, board.lead
+    least = values[lead.key]
+    # what diverged is no number, and not above
+    above = [row for row in judged if lead.sign * (row.estimates[lead.key].value - least) > 0]
+    below = [row.method.name for row in judged if row not in above]
+    unsure = [row.method.name for row in above if row.to_floor is not None and row.to_floor.p >= ALPHA]
+    goal = f"{name} on {lead.label} ({least:.4f})"
+    if len(judged) == 1 and below + unsure:
+        return [f"{below[0]} does not beat {goal}" if below else f"{unsure[0]} is better than {goal}, but not significantly"]
+    if below:
+        more = f"; {len(unsure)} more {_verb(unsure, 'is', 'are')} better, but not significantly: {listed(unsure)}" if unsure else ""
+        return [f"{len(below)} of {len(judged)} methods {_verb(below, 'does', 'do')} not beat {goal}: {listed(below)}{more}"]
+    if unsure:
+        clearly = f"{_verb(unsure, 'is', 'are')} better than {goal}, but not significantly"
+        return [f"{len(unsure)} of {len(judged)} methods {clearly}: {listed(unsure)}"]
     return []
+
+
+def _verb(names: Sequence[str], one: str, several: str) -> str:
+    return one if len(names) == 1 else several
 
 
 def remarks_on(board: Board) -> list[str]:
@@ -194,32 +198,45 @@ def remarks_on(board: Board) -> list[str]:
     said = []
     single = [method.name for method in board.methods if len(method.seeds) == 1 and not is_popularity(method)]
     if single:
-        said.append(f"One seed only, so that the interval is over clients alone: {', '.join(single)}")
+        who = "every method" if len(single) == len(board.methods) > 1 else listed(single)
+        said.append(f"One seed only, so that the interval is over clients alone: {who}")
     controls = [method.name for method in board.methods if method.algo in CANARIES]
     if controls:
-        said.append(f"Controls, which must be at chance on an honest protocol: {', '.join(controls)}")
+        said.append(f"Controls, which must be at chance on an honest protocol: {listed(controls)}")
     return said
 
 
 def leaderboard(board: Board, rows: Sequence[Row]) -> Table:
     """Metrics with their intervals; the floor and chance stand among the methods by their value."""
     lead = board.lead
-    best = {
-        metric.key: metric.sign * np.nanmax([metric.sign * row.estimates[metric.key].value for row in rows]) for metric in board.metrics
-    }
     lines: list[tuple[float, bool, list[Cell]]] = []
     for number, row in enumerate(rows):
-        cells = [Cell(f"{number + 1}. {row.method.name}"), Cell(str(len(row.method.seeds)))]
-        for key, found in row.estimates.items():
-            cells.append(Cell(f"{found.value:.4f}", _range(found), "best" if found.value == best[key] else ""))
-        lines.append((row.estimates[lead.key].value, False, cells))
+        tip = f"{LEVEL:.0%} bootstrap interval {board.drawn_over(row.method)}"
+        cells = [_score(found.value, _range(found), tip=tip) for found in row.estimates.values()]
+        seeds = Cell(str(len(row.method.seeds)), value=len(row.method.seeds))
+        lines.append((row.estimates[lead.key].value, False, [Cell(f"{number + 1}. {row.method.name}"), seeds, *cells]))
     for name, values in board.references:
         if not any(name == "popularity" and is_popularity(row.method) for row in rows):
-            lines.append((values[lead.key], True, [Cell(name), Cell(""), *(Cell(f"{values[metric.key]:.4f}") for metric in board.metrics)]))
+            lines.append((values[lead.key], True, [Cell(name), Cell(""), *(_score(values[metric.key]) for metric in board.metrics)]))
     lines.sort(key=lambda line: -lead.sign * line[0])
-    caption = f"Below each value its {LEVEL:.0%} bootstrap interval over seeds and clients; the best of a column is bold."
+    table = [cells for *_, cells in lines]
+    for column, metric in enumerate(board.metrics, start=2):
+        mark_best(table, column, metric.sign)
+    caption = f"Below each value its {LEVEL:.0%} bootstrap interval over seeds and clients (over clients alone where there is one seed). "
+    caption += "Bold: the best value of a column, among all rows; values that read the same share it. Bold says nothing of significance, "
+    caption += "which the next table does."
     columns = ["method", "seeds", *(metric.label for metric in board.metrics)]
-    return Table("Leaderboard", columns, [cells for *_, cells in lines], caption, frozenset(i for i, line in enumerate(lines) if line[1]))
+    return Table("Leaderboard", columns, table, caption, frozenset(i for i, line in enumerate(lines) if line[1]))
+
+
+def mark_best(table: Sequence[list[Cell]], column: int, sign: int) -> None:
+    """Mark the best of a column in place: what must be beaten counts too."""
+    known = [cells[column] for cells in table if cells[column].value is not None]
+    if known:
+        best = max(known, key=lambda cell: sign * (cell.value or 0)).text
+        for cells in table:
+            if cells[column].text == best:
+                cells[column] = cells[column]._replace(mark="best")
 
 
 def differences(board: Board, rows: Sequence[Row]) -> Table:
@@ -230,7 +247,8 @@ def differences(board: Board, rows: Sequence[Row]) -> Table:
     for number, row in enumerate(rows):
         cells = [*_difference(row.to_best, board.lead.sign), *_difference(row.to_floor, board.lead.sign)]
         lines.append([Cell(f"{number + 1}. {row.method.name}"), *cells])
-    caption = f"Differences in {board.lead.label} with their intervals. p: Wilcoxon signed-rank over clients, Holm-corrected. "
+    caption = f"Differences in {board.lead.label}, below each its {LEVEL:.0%} bootstrap interval over seeds and clients. "
+    caption += "p: Wilcoxon signed-rank test over clients, Holm-corrected. "
     caption += f"Green is better and red worse at the {ALPHA:.0%} level."
     if board.floor_values is None:
         caption += f" These runs do not tell {floor}'s result of each client, so there is no test against it."
@@ -245,8 +263,8 @@ def new_users(board: Board) -> list[Table]:
     columns = ["method", "new users", *(label for metric in shown for label in (metric.label, "new users"))]
     rows = []
     for number, method in enumerate(board.methods):
-        values = [Cell(_number(method.mean(part, metric.key))) for metric in shown for part in ("test", "new_user")]
-        rows.append([Cell(f"{number + 1}. {method.name}"), Cell(f"{method.mean('new_user', 'clients'):,.0f}"), *values])
+        values = [_score(method.mean(part, metric.key)) for metric in shown for part in ("test", "new_user")]
+        rows.append([Cell(f"{number + 1}. {method.name}"), _amount(method.mean("new_user", "clients")), *values])
     caption = (
         "Users who were not in training learn what is private to them from their own items, the shared part being frozen; means over seeds."
     )
@@ -261,13 +279,13 @@ def costs(board: Board) -> Table:
         best = sorted({int(run.summary.get("best_round") or 0) for run in method.runs})
         rows.append([
             Cell(f"{number + 1}. {method.name}"),
-            Cell(str(best[0]) if len(best) == 1 else f"{best[0]}–{best[-1]}"),
-            Cell(f"{method.mean('rounds'):g}"),
-            Cell(human(method.mean("bytes_up"))),
-            Cell(human(method.mean("bytes_down"))),
-            Cell(f"{method.mean('client_visits'):,.0f}"),
-            Cell(f"{method.mean('clients_never_seen'):,.0f}"),
-            Cell(f"{method.mean('seconds_per_round'):.3g}"),
+            Cell(str(best[0]) if len(best) == 1 else f"{best[0]}–{best[-1]}", value=sum(best) / len(best)),
+            _amount(method.mean("rounds"), "{:g}".format),
+            _amount(method.mean("bytes_up"), human),
+            _amount(method.mean("bytes_down"), human),
+            _amount(method.mean("client_visits")),
+            _amount(method.mean("clients_never_seen")),
+            _amount(method.mean("seconds_per_round"), "{:.3g}".format),
         ])  # fmt: skip
     return Table("Costs", columns, rows, "Of whole runs, means over seeds. Seconds depend on the machine and on what else ran on it.")
 
@@ -281,10 +299,10 @@ def spread_table(board: Board) -> Table:
     columns = ["method", *(label for _, label in keys), *(f"{board.lead.label}, {name}" for name, _ in thirds)]
     rows = []
     for number, method in enumerate(board.methods):
-        cells = [Cell(f"{number + 1}. {method.name}"), *(Cell(_number(method.mean("test", key))) for key, _ in keys)]
+        cells = [Cell(f"{number + 1}. {method.name}"), *(_score(method.mean("test", key)) for key, _ in keys)]
         values = board.values(method, board.lead)
-        rows.append([*cells, *(Cell(_number(board.total(board.lead, values, inside))) for _, inside in thirds)])
-    return Table("Spread over clients", columns, rows, "Clients in thirds by how many training items they have.")
+        rows.append([*cells, *(_score(board.total(board.lead, values, inside)) for _, inside in thirds)])
+    return Table("Spread over clients", columns, rows, "Means over seeds. Clients in thirds by how many training items they have.")
 
 
 def size_thirds(board: Board) -> list[tuple[str, np.ndarray]]:
@@ -292,106 +310,6 @@ def size_thirds(board: Board) -> list[tuple[str, np.ndarray]]:
     sizes = board.first.clients["train_items"].to_numpy()[board.tested]
     group = np.searchsorted(np.unique(np.quantile(sizes, [1 / 3, 2 / 3])), sizes, side="left")
     return [(f"{sizes[group == one].min()}–{sizes[group == one].max()} items", group == one) for one in np.unique(group)]
-
-
-def figures(board: Board, rows: Sequence[Row]) -> Iterator[Figure]:
-    """Leaderboard, convergence, spread, costs, and heat maps where n and e vary."""
-    lead, title, leaky, name = board.lead, board.title, board.leaky, slug(board.title)
-    label, marks = lead.label, [(of, values[lead.key]) for of, values in board.references]
-    shown, drawn = board.methods[: charts.MOST_CURVES], ""
-    if len(shown) < len(board.methods):
-        drawn = f" The best {len(shown)} of {len(board.methods)} methods are drawn."
-
-    bars = [Bar(row.method.name, *row.estimates[lead.key]) for row in rows]
-    what = f"{title}: {label} and its interval"
-    yield Figure(
-        charts.draw(f"{name}-leaderboard", what, charts.intervals, bars, f"test {label}", what, leaky, marks),
-        f"{label} on test, {LEVEL:.0%} interval over seeds and clients.",
-    )
-    sampled = label.removeprefix("full ")
-    lines = [curve for method in shown if (curve := convergence(method, lead.key.removeprefix("full_"))) is not None]
-    if lines:
-        what, beside = f"{title}: {sampled} by round", marks if sampled == label else []
-        yield Figure(
-            charts.draw(f"{name}-convergence", what, charts.curves, lines, "round", f"test {sampled}", what, leaky, beside),
-            f"Test {sampled} by round, mean over seeds; the band goes from the lowest seed to the highest.{drawn}",
-        )
-    if lead in RANKING:
-        what, axes = f"{title}: spread over clients", ("rank of the test item among the candidates", "share of clients at or below")
-        ranks = [rank_curve(method, board) for method in shown]
-        yield Figure(
-            charts.draw(f"{name}-spread", what, charts.curves, ranks, *axes, what, leaky),
-            f"How many clients have their test item at most at a rank; the height at 10 is HR@10.{drawn}",
-        )
-    if len(rows) > 1:
-        sent = [method.mean("bytes_up") + method.mean("bytes_down") for method in board.methods]
-        visits = [method.mean("client_visits") for method in board.methods]
-        yield trade_off(board, rows, "bytes", "bytes up and down", sent, human)
-        yield trade_off(board, rows, "visits", "client visits", visits, "{:,.0f}".format)
-    yield from heat_maps(board, rows)
-
-
-def trade_off(board: Board, rows: Sequence[Row], key: str, label: str, cost: list[float], amount: Callable[[float], str]) -> Figure:
-    """The leading metric against a cost."""
-    lead, what = board.lead, f"{board.title}: {board.lead.label} against {label}"
-    quality = [row.estimates[lead.key].value for row in rows]
-    front = significance.pareto(cost, [lead.sign * value for value in quality])
-    axes = (f"{label} of the whole run", f"test {lead.label}")
-    named = ", ".join(f"{i + 1} {board.methods[i].name}" for i in front)
-    return Figure(
-        charts.draw(f"{slug(board.title)}-{key}", what, charts.trade_off, cost, quality, front, *axes, what, board.leaky, amount),
-        f"Numbers are places in the leaderboard. On the line, which nothing beats in both: {named}.",
-    )
-
-
-def convergence(method: Method, key: str) -> Curve | None:
-    """Test metric by round, over the rounds that all seeds evaluated."""
-    found = [{line["round"]: line[f"test/{key}"] for line in run.rounds if line.get(f"test/{key}") is not None} for run in method.runs]
-    rounds = sorted(set.intersection(*map(set, found)))
-    if not rounds:
-        return None
-    values = np.array([[one[number] for number in rounds] for one in found])
-    return Curve(method.name, np.array(rounds), values.mean(axis=0), values.min(axis=0), values.max(axis=0))
-
-
-def rank_curve(method: Method, board: Board) -> Curve:
-    """Share of clients whose test item has at most a rank."""
-    candidates = int(board.first.summary.get("protocol_fields", {}).get("eval_negatives", 99)) + 1
-    places = np.arange(1, candidates + 1)
-    share = np.stack([np.searchsorted(np.sort(run.clients["rank_test"]), places, side="right") / len(run.clients) for run in method.runs])
-    return Curve(method.name, places, share.mean(axis=0), share.min(axis=0), share.max(axis=0))
-
-
-def heat_maps(board: Board, rows: Sequence[Row]) -> Iterator[Figure]:
-    """n × e, one map for each of the other settings that differ."""
-    axes = ("clients_per_round", "local_epochs")
-    maps: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        settings = row.method.settings
-        if settings.keys() >= set(axes):
-            rest = " ".join(f"{key}={value}" for key, value in settings.items() if key not in axes)
-            found = row.estimates[board.lead.key]
-            cell = {"n": settings[axes[0]], "e": settings[axes[1]], "mean": found.value, "mean_pm": (found.high - found.low) / 2}
-            maps.setdefault(f"{row.method.runs[0].name} {rest}".strip(), []).append({**cell, "leaky": board.leaky})
-    for name, cells in maps.items():
-        if min(len({str(cell[axis]) for cell in cells}) for axis in "ne") > 1:
-            yield heat_map(board, name, cells)
-
-
-def heat_map(board: Board, name: str, cells: list[dict[str, Any]]) -> Figure:
-    best = cells[0]  # rows are sorted so
-    cells = sorted(cells, key=lambda cell: (cell["n"] is None, cell["n"] or 0, cell["e"] is None, cell["e"] or 0))
-    table = pd.DataFrame([{**cell, "n": _all(cell["n"]), "e": _all(cell["e"])} for cell in cells])
-    what, axes = f"{board.title}: {name}", ("n, clients a round", "e, local epochs")
-    told = f"Test {board.lead.label} of {name} by n (clients a round) and e (local epochs), with half of its interval. "
-    return Figure(
-        charts.draw(slug(f"{what}-n-e"), f"{what}, by n and e", heatmap, table, "n", "e", "mean", axes, what),
-        f"{told}The best is {best['mean']:.4f} at n={_all(best['n'])}, e={_all(best['e'])}.",
-    )
-
-
-def _all(value: Any) -> str:
-    return "all" if value is None else str(value)
 
 
 def representative(board: Board) -> dict[str, Method]:
@@ -421,7 +339,7 @@ def datasets_section(boards: Sequence[Board]) -> Section:
     )
     found = significance.critical_difference(lead.sign * scores)
     order = np.argsort(found.ranks, kind="stable")
-    rows = [[Cell(everywhere[i]), Cell(f"{found.ranks[i]:.2f}"), *(Cell(f"{score:.4f}") for score in scores[:, i])] for i in order]
+    rows = [[Cell(everywhere[i]), _amount(found.ranks[i], "{:.2f}".format), *map(_score, scores[:, i])] for i in order]
     table = Table(f"Mean ranks by {lead.label}", ["method", "mean rank", *(board.dataset for board in honest)], rows)
     drawn = charts.draw(
         "mean-ranks",
@@ -466,18 +384,17 @@ def leak_table(board: Board, rows: Sequence[Row], others: Sequence[tuple[Board, 
             cells = [
                 Cell(row.method.name),
                 protocol,
-                *(Cell(f"{row.estimates[m.key].value:.4f}", _range(row.estimates[m.key])) for m in metrics),
+                *(_score(row.estimates[m.key].value, _range(row.estimates[m.key])) for m in metrics),
             ]
             gap = row.estimates[key].value - honest[name].estimates[key].value if name in honest else None
-            lines.append([*cells, Cell("" if not leaky else "no clean run" if gap is None else f"{gap:+.4f}", mark="bad")])
+            lines.append([*cells, Cell("no clean run" if gap is None else f"{gap:+.4f}", "", "bad", gap) if leaky else Cell("")])
         for name, values in where.references:
             if name == "popularity" and any(is_popularity(row.method) for row in found.values()):
                 continue
             references.add(len(lines))
-            lines.append([Cell(name), protocol, *(Cell(f"{values[m.key]:.4f}") for m in metrics), Cell("")])
-    caption = (
-        "The protocols can differ in the split too, and so in clients and candidates: hold each row against its own popularity and chance."
-    )
+            lines.append([Cell(name), protocol, *(_score(values[m.key]) for m in metrics), Cell("")])
+    caption = "The protocols can differ in the split too, and so in clients and candidates: hold each row against its own popularity and "
+    caption += f"chance. Below each value its {LEVEL:.0%} bootstrap interval over seeds and clients."
     columns = ["method", "protocol", *(metric.label for metric in metrics), f"{board.lead.label} above clean"]
     return Table(f"{board.dataset}: clean beside LEAKY", columns, lines, caption, frozenset(references))
 
@@ -488,7 +405,7 @@ def leak_figure(board: Board, sides: Sequence[tuple[Board, Sequence[Row]]]) -> F
     bars = [Bar(name, *rows[name].estimates[board.lead.key], leaky) for name in names for leaky, rows in found if name in rows]
     what = f"{board.dataset}: {board.lead.label}, clean and LEAKY"
     drawn = charts.draw(slug(f"{board.dataset}-leak-gap"), what, charts.intervals, bars, f"test {board.lead.label}", what, False)
-    return Figure(drawn, f"{board.lead.label} on test with its interval; red is LEAKY.")
+    return Figure(drawn, f"{board.lead.label} on test with its {LEVEL:.0%} bootstrap interval over seeds and clients; red is LEAKY.")
 
 
 def by_algorithm(board: Board, rows: Sequence[Row]) -> dict[str, Row]:
@@ -521,17 +438,21 @@ def board_facts(board: Board, rows: Sequence[Row]) -> dict[str, Any]:
 def _difference(found: Comparison | None, sign: int) -> list[Cell]:
     if found is None:
         return [Cell("–"), Cell("")]
-    better = sign * found.difference.value > 0
-    mark = "" if found.p >= ALPHA else "good" if better else "bad"
-    return [Cell(f"{found.difference.value:+.4f}", _range(found.difference), mark), Cell(_p(found.p), mark=mark)]
+    value = found.difference.value
+    mark = "" if found.p >= ALPHA else "good" if sign * value > 0 else "bad"
+    return [Cell(f"{value:+.4f}", _range(found.difference), mark, value), Cell(_p(found.p), "", mark, found.p)]
 
 
 def _range(found: Estimate) -> str:
     return f"[{found.low:.4f}, {found.high:.4f}]"
 
 
-def _number(value: float) -> str:
-    return f"{value:.4f}" if np.isfinite(value) else "–"
+def _score(value: float, small: str = "", tip: str = "") -> Cell:
+    return Cell(f"{value:.4f}", small, value=value, tip=tip) if np.isfinite(value) else Cell("–")
+
+
+def _amount(value: float, form: Callable[[float], str] = "{:,.0f}".format) -> Cell:
+    return Cell(form(value), value=value) if np.isfinite(value) else Cell("–")
 
 
 def _p(value: float) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,10 @@ import pandas as pd
 import pytest
 from matplotlib.colors import same_color
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
-from fedbench import figures
+from fedbench import charts, figures
+from fedbench.charts import Point
 
 
 def lines(rounds: int, evaluate_every: int = 1) -> list[dict[str, Any]]:
@@ -108,3 +112,37 @@ def test_distribution_without_ranks() -> None:
 
 def test_a_long_title_is_cut() -> None:
     assert max(len(text.get_text()) for text in figures.convergence(lines(2), False, "x" * 300).texts) <= 110
+
+
+def crowd(count: int) -> list[Point]:
+    """Methods of nearly one quality at three costs, as a grid gives them; some trained in one place."""
+    rng = np.random.default_rng(3)
+    costs, qualities = rng.choice([2e6, 2.2e6, 9e9], count), 0.82 + 0.002 * rng.random(count)
+    return [
+        Point(f"method {i}", i + 1, 0 if i % 5 == 4 else costs[i], qualities[i], front=i in (2, 3), central=i % 5 == 4)
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("count", "numbered"), [(1, 1), (15, 15), (40, 8)])
+def test_numbers_of_a_crowd_cover_neither_each_other_nor_a_point(count: int, numbered: int) -> None:
+    points = crowd(count)
+    figure = charts.trade_off(points, "bytes", "NDCG@10", "t", False, str, ("popularity", 0.821))
+    (axes,) = figure.axes
+    numbers = [text for text in axes.texts if text.get_text().isdigit()]
+    assert [text.get_text() for text in numbers] == [str(place + 1) for place in range(numbered)]
+    figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for text in numbers]  # an annotation's own would have its line too
+    spots = [axes.transData.transform((point.cost, point.quality)) for point in points]
+    assert not [(a, b) for a, b in combinations(boxes, 2) if a.shrunk(0.8, 0.8).overlaps(b.shrunk(0.8, 0.8))]
+    assert not [box for box in boxes for x, y in spots if box.contains(x, y)]
+    (key,) = figure.legends
+    assert [text.get_text() for text in key.get_texts()] == [f"{place + 1} method {place}" for place in range(numbered)]
+
+
+def test_a_charts_svg_has_its_colours_light_and_dark() -> None:
+    drawn = charts.draw("name", "alt", charts.trade_off, crowd(3), "bytes", "NDCG@10", "t", True, str, None)
+    svg = drawn.svg.decode()
+    assert not re.search(r"(fill|stroke): #", svg) and f"--c{figures.LEAK[1:]}:{charts.DARK[figures.LEAK]}" in svg
+    used = set(re.findall(r"var\((--c[0-9a-f]{6})\)", svg))
+    assert used and used <= set(re.findall(r"(--c[0-9a-f]{6}):#", svg))

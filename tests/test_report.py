@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
+import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pandas as pd
@@ -79,6 +83,14 @@ def report(*words: str | Path) -> int:
     return main(["report", *map(str, words)])
 
 
+@pytest.fixture(scope="module")
+def made(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of their report."""
+    out = tmp_path_factory.mktemp("made")
+    assert report(runs, "--out", out) == 0
+    return out
+
+
 def facts(out: Path) -> dict[str, Any]:
     return json.loads((out / "report.json").read_text())
 
@@ -89,9 +101,8 @@ def ndcg(folder: Path, column: str = "rank_test") -> np.ndarray:
     return np.stack([np.where(rank <= 10, 1 / np.log2(rank + 1), 0) for rank in ranks])
 
 
-def test_scipy_finds_the_same_intervals_and_p_values(runs: Path, tmp_path: Path) -> None:
-    assert report(runs, "--out", tmp_path) == 0
-    (board,) = facts(tmp_path)["boards"]
+def test_scipy_finds_the_same_intervals_and_p_values(runs: Path, made: Path) -> None:
+    (board,) = facts(made)["boards"]
     good, poor = board["methods"]
     assert [good["method"], poor["method"]] == ["good", "poor"] and good["seeds"] == list(range(SEEDS))
     values = {name: ndcg(runs / name) for name in ("good", "poor")}
@@ -136,9 +147,10 @@ def test_what_the_folder_holds(runs: Path, tmp_path: Path, capsys: pytest.Captur
     assert pictures == {f"toy-clean-{name}" for name in ("leaderboard", "convergence", "spread", "bytes", "visits")}
     markdown = (tmp_path / "r" / "report.md").read_text()
     assert all(f"(figures/{name}.png)" in markdown for name in pictures)
-    said = capsys.readouterr().out
-    assert "1. good" in said and "2. poor" in said and "poor does NOT beat popularity" in said
-    assert "poor does NOT beat popularity" in markdown and "poor does NOT beat popularity" in (tmp_path / "r" / "report.html").read_text()
+    said, page = capsys.readouterr().out, (tmp_path / "r" / "report.html").read_text()
+    assert "1. good" in said and "2. poor" in said
+    floor = ndcg(runs / "good", "rank_popularity")[0].mean()
+    assert all(f"1 of 2 methods does not beat popularity on NDCG@10 ({floor:.4f}): poor" in text for text in (said, markdown, page))
 
 
 def test_a_new_report_leaves_no_figure_of_the_old_one(runs: Path, tmp_path: Path) -> None:
@@ -156,30 +168,48 @@ def test_the_same_runs_give_the_same_page(runs: Path, tmp_path: Path) -> None:
 
 
 class Page(HTMLParser):
-    """Every tag, every address that a browser would ask for, and the text."""
+    """Every tag, every address that a browser would ask for, every cell of a table and the text."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.tags: list[str] = []
         self.addresses: list[str] = []
+        self.rows: list[list[tuple[dict[str, str | None], str]]] = []
         self.text = ""
+        self._in_cell = False
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.addresses += [value or "" for name, value in attributes if name in ("src", "href", "srcset", "action", "data", "poster")]
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("th", "td"):
+            self.rows[-1].append((dict(attributes), ""))
+        self._in_cell = tag in ("th", "td")  # and not in the small print
 
     def handle_data(self, data: str) -> None:
         self.text += data
+        if self._in_cell:
+            attributes, text = self.rows[-1][-1]
+            self.rows[-1][-1] = attributes, text + data
+            self._in_cell = False
+
+    def row(self, name: str) -> list[tuple[dict[str, str | None], str]]:
+        """The leaderboard's row of this name."""
+        return next(row for row in self.rows if row[0][1] == name)
 
 
-def test_the_page_asks_for_nothing(runs: Path, tmp_path: Path) -> None:
-    assert report(runs, "--out", tmp_path) == 0
-    page = Page(tmp_path / "report.html")
+def test_the_page_asks_for_nothing(made: Path) -> None:
+    page = Page(made / "report.html")
     assert page.addresses and all(address.startswith(("#", "data:image/svg+xml;base64,")) for address in page.addresses)
-    assert not {"script", "link", "iframe", "object"} & set(page.tags)
-    source = (tmp_path / "report.html").read_text()
-    assert "@import" not in source and "url(" not in source and "default-src 'none'" in source
+    assert not {"link", "iframe", "object"} & set(page.tags) and page.tags.count("script") == 1
+    source = (made / "report.html").read_text()
+    assert "@import" not in source and "url(" not in source and "default-src 'none'" in source and "unsafe" not in source
+    for tag in ("style", "script"):
+        inline = source.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+        allowed = base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()
+        assert inline and f"{tag}-src 'sha256-{allowed}'" in source
 
 
 def test_names_are_text_and_not_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,11 +218,71 @@ def test_names_are_text_and_not_markup(tmp_path: Path, capsys: pytest.CaptureFix
         write_run(tmp_path / "runs" / f"{seed}", "<script>x</script>", seed, 4, dataset=odd, note=f"<b>{seed}</b>")
     assert report(tmp_path / "runs", "--out", tmp_path / "r") == 0
     page = Page(tmp_path / "r" / "report.html")
-    assert "script" not in page.tags and "b" not in page.tags
+    assert page.tags.count("script") == 1 and "b" not in page.tags
     assert odd in page.text and "<script>x</script>" in page.text
     assert all(address.startswith(("#", "data:")) for address in page.addresses)
     assert "<script" not in (tmp_path / "r" / "report.md").read_text()
     assert all(path.parent == tmp_path / "r" / "figures" for path in tmp_path.rglob("*.png"))
+
+
+def test_control_characters_are_spelt_out(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", "odd\x1b[31m\x01\u202e", 0, 4)
+    assert report(tmp_path / "a", "--out", tmp_path / "r") == 0
+    page = Page(tmp_path / "r" / "report.html")
+    assert "odd\\x1b[31m\\x01\\u202e" in page.text and not {"\x1b", "\x01", "\u202e"} & set(page.text)
+    for picture in page.addresses:
+        if picture.startswith("data:"):
+            ElementTree.fromstring(base64.b64decode(picture.partition(",")[2]))  # a control character would make it no XML
+
+
+def test_bold_counts_what_must_be_beaten(runs: Path, tmp_path: Path) -> None:
+    assert report(runs / "poor", "--out", tmp_path) == 0
+    page = Page(tmp_path / "report.html")
+    for name, bold in (("popularity", True), ("1. poor", False), ("chance", False)):
+        attributes, _ = page.row(name)[2]  # NDCG@10
+        assert (attributes.get("class") == "best") == bold, name
+    markdown = (tmp_path / "report.md").read_text()
+    assert f"**{page.row('popularity')[2][1]}**" in markdown and "Bold: the best value of a column, among all rows" in page.text
+
+
+def test_of_ten_methods_below_the_floor_one_sentence_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(15):
+        write_run(tmp_path / "a" / str(number), "poor", 0, 1.2, lr=number)
+    assert report(tmp_path / "a", "--out", tmp_path / "r") == 0
+    (warning,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("! ")]
+    assert warning.startswith("! 15 of 15 methods do not beat popularity on NDCG@10 (") and warning.endswith(" and 3 more")
+    source = (tmp_path / "r" / "report.html").read_text()
+    assert source.count("do not beat popularity") == 1 and source.count('<ul class="warnings"><li>') == 1
+
+
+def test_an_interval_says_what_it_is_over(runs: Path, tmp_path: Path) -> None:
+    single = write_run(tmp_path / "single", "single", 0, 3)
+    assert report(runs, single, "--out", tmp_path / "r") == 0
+    page = Page(tmp_path / "r" / "report.html")
+    for name, over in (("1. good", f"over {SEEDS} seeds and {CLIENTS} clients"), ("2. single", f"over {CLIENTS} clients (one seed)")):
+        assert page.row(name)[2][0]["title"] == f"95% bootstrap interval {over}"
+
+
+def test_cells_carry_what_they_are_sorted_by(runs: Path, made: Path) -> None:
+    page = Page(made / "report.html")
+    attributes, _ = page.row("1. good")[2]
+    assert float(attributes["data-value"] or "") == pytest.approx(ndcg(runs / "good").mean())
+    kilobytes = next(row for row in page.rows if [text for _, text in row[1:4]] == ["3", "3", "4 KB"])[3][0]
+    assert kilobytes["data-value"] == "4000"
+    assert "data-value" not in page.row("popularity")[1][0]  # it has no seeds
+
+
+def test_the_style_has_dark_print_and_a_first_column_that_stays(made: Path) -> None:
+    source = (made / "report.html").read_text()
+    assert "@media screen and (prefers-color-scheme: dark)" in source and 'content="light dark"' in source
+    assert "tr > :first-child { position: sticky; left: 0;" in source
+    assert "[aria-sort] button::after { content: none; }" in source.partition("@media print")[2]
+    pictures = [
+        base64.b64decode(address.partition(",")[2]).decode() for address in Page(made / "report.html").addresses if "svg" in address
+    ]
+    assert pictures and all("@media (prefers-color-scheme:dark)" in picture for picture in pictures)
+    # every colour of a figure is one that has a dark counterpart
+    assert not [picture for picture in pictures if re.search(r"(fill|stroke): #", picture)]
 
 
 def refused(words: list[str | Path], code: int, capsys: pytest.CaptureFixture[str], out: Path) -> str:
