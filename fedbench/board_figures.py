@@ -135,11 +135,11 @@ def heat_map(board: Board, name: str, cells: list[dict[str, Any]]) -> Figure:
     cells = sorted(cells, key=lambda cell: (cell["n"] is None, cell["n"] or 0, cell["e"] is None, cell["e"] or 0))
     table = pd.DataFrame([{**cell, "n": _all(cell["n"]), "e": _all(cell["e"])} for cell in cells])
     what, axes = f"{board.title}: {name}", ("n, clients a round", "e, local epochs")
-    told = f"Test {board.lead.label} of {name} by n (clients a round) and e (local epochs); ± half of its {LEVEL:.0%} bootstrap interval "
-    told += "over seeds and clients. "
+    said = f"± half of the {LEVEL:.0%} bootstrap interval over seeds and clients"
+    told = f"Test {board.lead.label} of {name} by n (clients a round) and e (local epochs), {said}."
     return Figure(
-        charts.draw(slug(f"{what}-n-e"), f"{what}, by n and e", heatmap, table, "n", "e", "mean", axes, what),
-        f"{told}The best is {best['mean']:.4f} at n={_all(best['n'])}, e={_all(best['e'])}.",
+        charts.draw(slug(f"{what}-n-e"), f"{what}, by n and e", heatmap, table, "n", "e", "mean", axes, what, said),
+        f"{told} The best is {best['mean']:.4f} at n={_all(best['n'])}, e={_all(best['e'])}.",
     )
 
 

@@ -55,8 +55,8 @@ def distribution(per_client: pd.DataFrame, leaky: bool, title: str, candidates: 
     return figure
 
 
-def heatmap(means: pd.DataFrame, x: str, y: str, metric: str, names: tuple[str, str], title: str) -> Figure:
-    """One cell a combination of x and y, with its mean and half of its interval (`<metric>_pm`); leaky ones say so."""
+def heatmap(means: pd.DataFrame, x: str, y: str, metric: str, names: tuple[str, str], title: str, said: str = "") -> Figure:
+    """One cell a combination of x and y, with its mean and half of its interval (`<metric>_pm`; `said`: over what); leaky ones say so."""
     columns, rows = list(dict.fromkeys(means[x])), list(dict.fromkeys(means[y]))
     values = np.full((len(rows), len(columns)), np.nan)
     figure = Figure(figsize=(max(5.5, 2.2 + 1.15 * len(columns)), max(3.6, 1.8 + 0.62 * len(rows))), dpi=100, facecolor="white")
@@ -81,12 +81,13 @@ def heatmap(means: pd.DataFrame, x: str, y: str, metric: str, names: tuple[str, 
     axes.set_ylabel(names[1])
     axes.set_title(title, loc="left", fontsize=11)
     figure.colorbar(image, ax=axes, fraction=0.05, pad=0.02)
+    figure.supxlabel(said, fontsize=9, color=CHANCE)
     figure.tight_layout()
     return figure
 
 
-def curve(means: pd.DataFrame, x: str, name: str, metric: str, label: str, title: str) -> Figure:
-    """The mean by one axis, with its interval as bars."""
+def curve(means: pd.DataFrame, x: str, name: str, metric: str, label: str, title: str, said: str = "") -> Figure:
+    """The mean by one axis, with its interval as bars (`said`: over what)."""
     figure = Figure(figsize=(7, 4.5), dpi=100, facecolor="white")
     axes = figure.subplots()
     numbers = all(isinstance(value, int | float) for value in means[x])
@@ -104,6 +105,7 @@ def curve(means: pd.DataFrame, x: str, name: str, metric: str, label: str, title
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+    figure.supxlabel(said, fontsize=9, color=CHANCE)
     figure.tight_layout()
     return figure
 

@@ -303,7 +303,10 @@ def mean_table(merged: dict[str, Any]) -> str:
         for name, mean in means.items():
             ends = "" if prefix or name not in intervals else "  [{:.4f}, {:.4f}]".format(*intervals[name])
             lines.append(f"  {prefix + name:<{width}} {mean:.4f} ± {deviations[name]:.4f}{ends}")
-    lines.append("± standard deviation over runs" + ("; [95 % bootstrap interval of the mean over seeds and clients]" if intervals else ""))
+    lines.append(
+        f"± standard deviation over {' × '.join(f'{len(set(values))} {name}' for name, values in over.items() if len(set(values)) > 1)}"
+    )
+    lines += ["[ ] 95 % bootstrap interval of the mean, over seeds and clients"] if intervals else []
     return "\n".join(lines)
 
 

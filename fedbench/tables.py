@@ -19,7 +19,7 @@ SHOWN = ("hr_10", "ndcg_10", "full_hr_10", "full_ndcg_10", "rmse", "mae", "accur
 """metrics of a table, where runs report them"""
 COSTS = ("rounds", "client_visits", "bytes_up", "bytes_down")
 LEVEL = 0.95
-ABOUT = "Test metrics at the round that validation chose; mean over seeds, ± half of the 95 % t interval of that mean."
+ABOUT = "Test metrics at the round that validation chose."
 
 
 def write(what: Study, summaries: Mapping[str, dict[str, Any]], entries: Mapping[str, dict[str, Any]], folder: Path) -> None:
@@ -39,9 +39,11 @@ def write(what: Study, summaries: Mapping[str, dict[str, Any]], entries: Mapping
         means = over_replicates(inside, axes, metrics)
         if axes and all(pd.api.types.is_numeric_dtype(means[axis]) for axis in axes):
             means = means.sort_values(axes)  # points that an earlier grid has too came first
-        parts.append("\n".join(filter(None, [f"**{name}**\n" if name else "", markdown(means, metrics), *best(inside, axes)])))
+        said = interval_of(means, inside)
+        lines = [f"**{name}**\n" if name else "", markdown(means, metrics), f"\n{said}" if said else "", *best(inside, axes)]
+        parts.append("\n".join(filter(None, lines)))
         if len(grids) == 1:
-            draw(what, grids[0], means, [name for name in metrics if name in (what.metrics or HEADLINE)], folder)
+            draw(what, grids[0], means, [name for name in metrics if name in (what.metrics or HEADLINE)], folder, said)
     text = "\n\n".join([ABOUT, *parts]) if parts else "no point is finished"
     (folder / "table.md").write_text(f"# {what.name}\n\n{what.about}\n\n{text}\n".replace("\n\n\n", "\n"), encoding="utf-8")
     rows.to_csv(folder / "table.csv", index=False)
@@ -87,6 +89,16 @@ def mean_and_interval(values: np.ndarray) -> tuple[float, float]:
     return float(values.mean()), float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5)
 
 
+def interval_of(means: pd.DataFrame, rows: pd.DataFrame) -> str:
+    """What "±" is and over what, in words; empty if every row of the table is a single run."""
+    counts = sorted({int(count) for count in means["runs"] if count > 1})
+    if not counts:
+        return ""
+    varied = [f"{axis}s" for axis in REPLICATES if axis in rows and rows[axis].nunique() > 1]
+    over = varied[0] if len(varied) == 1 else f"runs ({' and '.join(varied)})" if varied else "runs"
+    return f"± half of the {LEVEL:.0%} t interval of the mean over {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} {over}"
+
+
 def markdown(means: pd.DataFrame, metrics: list[str]) -> str:
     axes = list(means.columns[: means.columns.get_loc("runs")])
     head = [*map(short, axes), "runs", *map(title, metrics), "rounds", "visits", "up", "down"]
@@ -116,7 +128,7 @@ def best(rows: pd.DataFrame, axes: list[str]) -> list[str]:
     return said
 
 
-def draw(what: Study, grid: Grid, means: pd.DataFrame, metrics: list[str], folder: Path) -> None:
+def draw(what: Study, grid: Grid, means: pd.DataFrame, metrics: list[str], folder: Path, said: str) -> None:
     """A heat map for each metric where there are two axes or more, a curve where there is one."""
     axes = [axis for axis in grid.axes if axis not in REPLICATES]
     name = re.sub(r"\W+", "-", "-".join(filter(None, [grid.name]))).strip("-")
@@ -124,7 +136,7 @@ def draw(what: Study, grid: Grid, means: pd.DataFrame, metrics: list[str], folde
     for metric in metrics:
         if len(axes) == 1:
             path = folder / f"curve-{'-'.join(filter(None, [name, metric]))}.png"
-            figure = figures.curve(means, axes[0], short(axes[0]), metric, title(metric), fixed or what.name)
+            figure = figures.curve(means, axes[0], short(axes[0]), metric, title(metric), fixed or what.name, said)
             figure.savefig(path)
         elif axes:
             rest = axes[2:]
@@ -132,4 +144,4 @@ def draw(what: Study, grid: Grid, means: pd.DataFrame, metrics: list[str], folde
                 where = [f"{short(key)}={value}" for key, value in zip(rest, values, strict=True)]
                 path = folder / f"heatmap-{'-'.join(filter(None, [name, metric, *where]))}.png"
                 heading = " · ".join(filter(None, [f"test {title(metric)}", fixed, *where]))
-                figures.heatmap(part, axes[0], axes[1], metric, (short(axes[0]), short(axes[1])), heading).savefig(path)
+                figures.heatmap(part, axes[0], axes[1], metric, (short(axes[0]), short(axes[1])), heading, said).savefig(path)

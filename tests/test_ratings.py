@@ -274,6 +274,7 @@ def test_all_folds_in_one_command(means: str, tmp_path: Path, capsys: pytest.Cap
     assert summary["protocol_fields"]["select_on"] == "last" and summary["best_round"] == 1
     out = capsys.readouterr().out
     assert f"test over seeds 0, 1 and folds 0, 1, 2:\n  rmse              {np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}\n" in out
+    assert "± standard deviation over 2 seeds × 3 folds\n" in out
 
 
 def test_several_runs_without_a_folder_share_one(means: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,6 +331,7 @@ def test_means_and_deviations_over_runs() -> None:
     assert merged["beats"] is False and merged["seed"] is None and merged["protocol_fingerprint"] == "f"
     lines = mean_table(merged).splitlines()
     assert lines[0] == "a on d, protocol clean, test over seeds 0, 1, 2:" and lines[1].split() == ["hr_10", "0.2000", "±", "0.1000"]
+    assert lines[-1] == "± standard deviation over 3 seeds"
     assert "LEAKY" not in lines[0] and "refit" not in mean_table(merged)
     assert "LEAKY" in mean_table(over_runs([{**run, "leaky": True} for run in runs]))
     refitted = over_runs([{**run, "refit": {"rounds": 3, "test": {"hr_10": run["test"]["hr_10"] + 0.5}}} for run in runs])

@@ -190,3 +190,4 @@ def test_grids_of_one_name_share_a_table(tmp_path: Path) -> None:
     lines = [[word.strip() for word in line.split("|")] for line in text.splitlines()]
     assert [line[1:3] for line in lines if line[1:2] in (["fedmf"], ["popularity"])] == [["fedmf", "2"], ["popularity", "1"]]
     assert "0.3000 ±" in text and "best on validation [f]: algo=fedmf" in text
+    assert text.count("± half of the 95% t interval of the mean over 2 seeds") == 1
