@@ -14,7 +14,7 @@ test: setup lint
 
 # needs Chromium from the system's packages, such as `apt-get install chromium`
 test-browser: setup
-	$(PY) -m pytest -m browser tests/test_browser.py
+	$(PY) -m pytest -m browser tests/test_browser.py tests/test_report_browser.py
 
 # needs no GPU: Triton's interpreter runs the kernels, its compiler makes machine code of them
 test-gpu: setup
