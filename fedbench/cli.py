@@ -161,8 +161,8 @@ def guard(command: Command, argv: list[str]) -> int:
         return report_error(str(error), error.exit_code, debug)
     except MemoryError:
         return report_error("not enough memory; lower --dim, --negatives, --block-rows or the data's size", 1, debug)
-    except KeyboardInterrupt:
-        return report_error("interrupted", 130, debug)
+    except KeyboardInterrupt as end:
+        return report_error(str(end) or "interrupted", 130, debug, kind="")
     except BrokenPipeError as error:
         if _stdout_is_closed():
             return 1
@@ -185,7 +185,10 @@ def _exit_code(command: Command, argv: list[str]) -> int:
 
 
 def report_error(message: str, code: int, debug: bool = False, kind: str = "error") -> int:
-    """One line on stderr, after the traceback if wanted; gives the exit code back. Of torchrun's ranks the first speaks for all."""
+    """One line on stderr, after the traceback if wanted; gives the exit code back. Of torchrun's ranks the first speaks for all.
+
+    kind: what the line begins with; empty for what is no error.
+    """
     if "TORCHELASTIC_RUN_ID" in os.environ and not debug:
         from fedbench import ranks
 
@@ -194,7 +197,8 @@ def report_error(message: str, code: int, debug: bool = False, kind: str = "erro
     if debug:
         traceback.print_exc()
     line = " ".join(message.split())
-    print(f"fedbench: {kind}: {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in line)}", file=sys.stderr)
+    begins = f"fedbench: {kind}: " if kind else "fedbench: "
+    print(begins + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line), file=sys.stderr)
     return code
 
 

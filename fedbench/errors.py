@@ -26,6 +26,10 @@ class DataError(FedbenchError):
     exit_code = 3
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with what is to be said about it: how far the command came and how it goes on (exit 130)."""
+
+
 class NotFinite(FedbenchError):
     """A quantity that an algorithm needs finite is not; without the uploads that made it so the round may go on."""
 

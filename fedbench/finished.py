@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedbench import checkpoint
+from fedbench import checkpoint, mirror
 from fedbench.config import RunConfig, read_config
+from fedbench.console import fitted
 from fedbench.errors import UsageError
-from fedbench.lock import alone, claimed
+from fedbench.lock import claimed, remove_if_free
 from fedbench.results import final_table
 from fedbench.split import Split
-from fedbench.tracking import read_json
+from fedbench.tracking import complete_copy, read_json
 
 
 def find(out: Path, config: RunConfig, parts: Split | None = None) -> dict[str, Any] | None:
@@ -45,10 +46,12 @@ def difference(out: Path, config: RunConfig) -> str:
 
 def say(out: Path, config: RunConfig, summary: dict[str, Any], parts: Split) -> None:
     """Tell the result again, and leave the folder as an undisturbed run would have."""
-    tidy(out)
+    link = tidy(out, config)
     print(f"finished: {out} holds this run's result, nothing is left to do")
-    print(final_table(summary, parts))
+    print(fitted(final_table(summary, parts)))
     print(f"folder  {out}")
+    if link:
+        print(f"charts  {link}")
 
 
 def skip(out: Path, config: RunConfig) -> bool:
@@ -56,18 +59,17 @@ def skip(out: Path, config: RunConfig) -> bool:
     if not find(out, config):
         return False
     with claimed(out):
-        tidy(out)
+        tidy(out, config)
     return True
 
 
-def tidy(out: Path) -> None:
-    """Remove what a run leaves that is killed between its summary and its end."""
+def tidy(out: Path, config: RunConfig) -> str | None:
+    """Do what a run lacks that was killed between its summary and its end; the address of its charts, if MLflow had to be asked."""
     checkpoint.prune(out, keep=0)
     for part in out.glob("*.part"):
         part.unlink()
-    if (out / ".mlflow-lock").exists():
-        with alone(out / ".mlflow-lock", patience=0.2):
-            """its release removes it; a copy that is still being made keeps it"""
+    remove_if_free(out / mirror.LOCK)
+    return complete_copy(out, config.experiment) if config.mlflow else None
 
 
 def refuse_single_run(parent: Path) -> None:

@@ -52,6 +52,13 @@ def alone(path: Path, patience: float) -> Iterator[None]:
             _release(path, handle)
 
 
+def remove_if_free(path: Path) -> None:
+    """Remove the file of a lock whose process was killed."""
+    with suppress(OSError):  # BlockingIOError: somebody holds it
+        if path.exists():
+            _release(path, _take(path))
+
+
 def _take(path: Path) -> int:
     """The open and locked file; BlockingIOError names the process that holds it."""
     while True:

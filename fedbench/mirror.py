@@ -1,4 +1,4 @@
-"""The MLflow copy of a run, made by a process of its own: `python -m fedbench.mirror`, started by `tracking.Mirror`.
+"""The MLflow copy of a run, made by a process of its own: `python -m fedbench.mirror`, started by `copier.Mirror`.
 
 Importing MLflow and making its database take seconds of a core, and a run must not wait for them. So this process reads what the run
 writes anyway (metrics.jsonl) and is told the rest in lines of JSON on standard input: first what to make, last how the run ended.
@@ -10,6 +10,7 @@ on whatever happens to others. It ends with its standard input.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import logging
@@ -31,6 +32,7 @@ from fedbench.errors import FedbenchError, UsageError
 from fedbench.lock import alone
 
 if TYPE_CHECKING:
+    from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
 
 LOCAL_UI = "http://127.0.0.1:5000"
@@ -44,33 +46,39 @@ FINAL = ("best/", "summary/", "refit/test/", "new_user/", "new_item/")
 SOURCE = {"mlflow.source.name": "train.py", "mlflow.source.type": "LOCAL"}
 DIGEST_LENGTH = 32
 """digits of a data checksum that MLflow keeps: it takes 36"""
+LOCK = ".mlflow-lock"
+"""held in a run's folder by the one process that copies it"""
+GONE: dict[str, Any] = {"status": "KILLED", "final": {}, "files": []}
+"""the last word of a run that was killed and said none"""
 
 
 class Copy:
     """One MLflow run: begun or, after an interruption, gone on with."""
 
     def __init__(self, order: dict[str, Any]) -> None:
-        from mlflow.entities import Param
-
         self.out = Path(order["out"])
         self.client, experiment_id = open_store(order["experiment"])
+        from mlflow.entities import Param
+
         mark_stale(self.client, experiment_id)
         self.link = f"{ui_address(tracking_uri())}/{CHARTS.format(experiment_id)}"
         self.sent, self.complete = dict.fromkeys(ROUNDS, 0), False
         self._waiting: list[tuple[int, int, dict[str, float]]] = []
         tags = {key: str(value)[:TAG_LENGTH] for key, value in order["tags"].items()}
-        earlier = self._earlier(order["resumes"], experiment_id) if order["resumes"] else None
+        earlier = self._earlier(order["resumes"], tags.get("run_key"), experiment_id)
+        there: dict[str, str] = {}
         if earlier is not None:
-            self.run_id = earlier
-            self.client.update_run(earlier, status="RUNNING")
+            self.run_id, there = earlier.info.run_id, earlier.data.params
+            self.client.update_run(self.run_id, status="RUNNING")
             for key in ("host", "pid", "pid_start"):
-                self.client.set_tag(earlier, key, tags[key])
-            return
-        self.run_id = self.client.create_run(experiment_id, tags=tags, run_name=order["run_name"]).info.run_id
-        params = [Param(name_of(key), value[:PARAM_LENGTH]) for key, value in order["params"].items()]
+                self.client.set_tag(self.run_id, key, tags[key])
+        else:
+            self.run_id = self.client.create_run(experiment_id, tags=tags, run_name=order["run_name"]).info.run_id
+        params = [Param(name_of(key), value[:PARAM_LENGTH]) for key, value in order["params"].items() if name_of(key) not in there]
         for start in range(0, len(params), BATCH_PARAMS):
             self.client.log_batch(self.run_id, params=params[start : start + BATCH_PARAMS])
-        self._name_data(tags)
+        if earlier is None or not (earlier.inputs and earlier.inputs.dataset_inputs):
+            self._name_data(tags)
 
     def _name_data(self, tags: dict[str, str]) -> None:
         """Say what the run was trained on, as the UI's "Datasets" shows it."""
@@ -81,22 +89,27 @@ class Copy:
             data = Dataset(tags["dataset"], tags["data_checksum"][:DIGEST_LENGTH], "fedbench", source)
             self.client.log_inputs(self.run_id, [DatasetInput(data, [InputTag("mlflow.data.context", "training")])])
 
-    def _earlier(self, run_id: str, experiment_id: str) -> str | None:
-        """The run to go on with, if this store has it; rounds that it holds are not sent again."""
+    def _earlier(self, run_id: str | None, key: str | None, experiment_id: str) -> Run | None:
+        """The run to go on with, if this store has it, by its id or by the key in its folder; rounds that it holds are not sent again."""
         from mlflow.exceptions import MlflowException
 
-        try:
-            run = self.client.get_run(run_id)
-        except MlflowException:
+        run = None
+        with suppress(MlflowException):
+            run = self.client.get_run(run_id) if run_id else None
+        if run and (run.info.experiment_id != experiment_id or run.info.lifecycle_stage != "active"):
+            run = None
+        if run is None and key:
+            run = next(iter(self.client.search_runs([experiment_id], f"tags.run_key = '{key}'", max_results=1)), None)
+        if run is None:
             return None
-        if run.info.experiment_id != experiment_id or run.info.lifecycle_stage != "active":
-            return None
-        for key in run.data.metrics:
-            if not key.startswith(FINAL):
-                file = "refit.jsonl" if key.startswith("refit/") else "metrics.jsonl"
-                self.sent[file] = max(self.sent[file], *(point.step for point in self.client.get_metric_history(run_id, key)))
-        self.complete = run.info.status == "FINISHED"
-        return run_id
+        for name in run.data.metrics:
+            if not name.startswith(FINAL):
+                file = "refit.jsonl" if name.startswith("refit/") else "metrics.jsonl"
+                points = self.client.get_metric_history(run.info.run_id, name)
+                self.sent[file] = max(self.sent[file], *(point.step for point in points))
+        # they came in one batch: all of them are there or none
+        self.complete = any(name.startswith(FINAL) for name in run.data.metrics)
+        return run
 
     def flush(self) -> None:
         """Send the rounds that the folder holds and MLflow does not."""
@@ -128,9 +141,10 @@ class Copy:
 
         self.flush()
         if final and not self.complete:
+            # the metrics last: where they are there, nothing is missing
+            self.client.log_batch(self.run_id, tags=[RunTag(key, text) for key, text in final.items() if isinstance(text, str)])
             self._add(0, final)
             self._send()
-            self.client.log_batch(self.run_id, tags=[RunTag(key, text) for key, text in final.items() if isinstance(text, str)])
         # before the files: a store that takes no artifacts still has a finished run
         self.client.set_terminated(self.run_id, status)
         for file in map(Path, files):
@@ -174,15 +188,18 @@ def follow(answers: TextIO) -> None:
     """Follow one run from its first word to its last."""
     order = json.loads(sys.stdin.readline())
 
-    def say(**answer: str) -> None:
+    def say(**answer: Any) -> None:
         with suppress(BrokenPipeError):
             print(json.dumps(answer), file=answers, flush=True)
 
+    say(pid=os.getpid(), pid_start=started(os.getpid()))
     words: queue.Queue[dict[str, Any]] = queue.Queue()
-    threading.Thread(target=_listen, args=(words,), daemon=True).start()
+    threading.Thread(target=_listen, args=(words, order["patience"]), daemon=True).start()
     try:
         # the copy of a run that was killed may still be sending what the run that goes on would send again
-        with alone(Path(order["out"]) / ".mlflow-lock", patience=60):
+        with alone(Path(order["out"]) / LOCK, patience=60):
+            if not words.empty() and words.queue[0] is GONE and _replaced(order):
+                return
             copy = Copy(order)
             say(run_id=copy.run_id, link=copy.link)
             word: dict[str, Any] = {}
@@ -192,13 +209,26 @@ def follow(answers: TextIO) -> None:
                 except queue.Empty:
                     copy.flush()
             copy.end(**word)
+        say(whole=True)
     except Exception as error:
         say(failure=one_line(error))
 
 
-def _listen(words: queue.Queue[dict[str, Any]]) -> None:
+def _listen(words: queue.Queue[dict[str, Any]], patience: float) -> None:
     last = sys.stdin.readline()
-    words.put(json.loads(last) if last else {"status": "KILLED", "final": {}, "files": []})
+    words.put(json.loads(last) if last else GONE)
+    # the run waits for as long, and ends this process then; after a kill nobody would
+    time.sleep(patience + 5)
+    os._exit(1)
+
+
+def _replaced(order: dict[str, Any]) -> bool:
+    """Whether the run that ended before its copy began is gone on with by another process, whose copy this one would disturb."""
+    try:
+        now = json.loads((Path(order["out"]) / "env.json").read_text(encoding="utf-8"))["process"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return any(now.get(key) != order["tags"][key] for key in ("host", "pid", "pid_start"))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -223,9 +253,24 @@ def missing_database(uri: str) -> Path | None:
     return database if uri.startswith("sqlite:///") and not database.exists() else None
 
 
+def place(experiment: str) -> str:
+    """Which experiment of which store, without the passwords that its address may hold."""
+    return hashlib.sha256(f"{tracking_uri()} {experiment}".encode()).hexdigest()[:16]
+
+
+def refuse_folder(uri: str) -> None:
+    """MLflow tries a folder that should be a database for minutes, and refuses one of files in a page of words."""
+    local = urlsplit(uri).scheme in ("", "file") and uri != "databricks"
+    path = Path(uri.removeprefix("sqlite:///").partition("?")[0]) if uri.startswith("sqlite:///") else None
+    allowed = os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in ("true", "1")
+    if (local and not allowed) or (path and path.is_dir()):
+        raise UsageError(f"MLFLOW_TRACKING_URI names a folder; give a database, such as sqlite:///mlflow.db, or a server, not {uri}")
+
+
 def open_store(experiment: str) -> tuple[MlflowClient, str]:
     """The client and the experiment's id; both are made if they are not there yet."""
     uri = tracking_uri()
+    refuse_folder(uri)
     client_class = import_client()
     database = Path(uri.removeprefix("sqlite:///").partition("?")[0]).absolute() if uri.startswith("sqlite:///") else None
     if database is None:

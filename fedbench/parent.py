@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from fedbench import mirror, study, tracking, views
+from fedbench import copier, mirror, study, tracking, views
 
 log = logging.getLogger("fedbench")
 
@@ -26,6 +26,7 @@ class Parent:
         """empty if there is none"""
         self._experiment, self._name, self._kind, self._folder = experiment, name, kind, folder
         self._given_up = False
+        mirror.import_client()  # takes seconds of this machine's own, which patience is not for
         self._guarded(lambda: self._open(folder.absolute()))
 
     def _open(self, folder: Path) -> None:
@@ -81,7 +82,7 @@ class Parent:
 
         finished: folder -> name of the run.
         """
-        self._guarded(lambda: self._tidy(finished, others))
+        self._guarded(lambda: self._tidy(finished, others), 1 + len(finished))
 
     def _tidy(self, finished: Mapping[Path, str], others: Collection[Path]) -> None:
         known = {tracking.mlflow_run_of(folder) for folder in (*finished, *others)}
@@ -97,7 +98,7 @@ class Parent:
 
     def adopt(self, folders: Mapping[Path, str]) -> None:
         """Make finished runs that began without a parent its children; what MLflow lacks of them is copied. folders: -> name of the run."""
-        self._guarded(lambda: self._adopt(folders))
+        self._guarded(lambda: self._adopt(folders), 1 + len(folders))
 
     def _adopt(self, folders: Mapping[Path, str]) -> None:
         for folder, name in folders.items():
@@ -139,13 +140,13 @@ class Parent:
         for file in files:
             self._client.log_artifact(self.run_id, str(file))
 
-    def _guarded(self, work: Callable[[], object]) -> None:
+    def _guarded(self, work: Callable[[], object], parts: int = 1) -> None:
+        """Each part of the work may take as long as the end of a run may wait for MLflow."""
         if self._given_up:
             return
-        try:
-            work()
-        except Exception as error:
-            log.warning("MLflow tracking of the group given up (%s); nothing is lost: all is in its folder", mirror.one_line(error))
+        why = copier.within(copier.patience() * parts, work)
+        if why is not None:
+            log.warning("MLflow tracking of the group given up (%s); nothing is lost: all is in its folder", why)
             self._given_up, self.run_id = True, ""
 
 

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -29,8 +29,9 @@ from fedbench.algorithm import Algorithm, Tensors
 from fedbench.central import Central
 from fedbench.config import RunConfig, placed
 from fedbench.console import fitted
+from fedbench.copier import mlflow_at_hand
 from fedbench.data import Interactions
-from fedbench.errors import FedbenchError, UsageError
+from fedbench.errors import FedbenchError, Interrupted, UsageError
 from fedbench.evaluate import metrics_of
 from fedbench.exposure import exposure
 from fedbench.federation import Diverged, Federation, world_of
@@ -41,7 +42,7 @@ from fedbench.protocol import Protocol
 from fedbench.results import Best, final_table, human, mean_table, over_runs, peak_rss_mb, per_client, refit_summary, summarise
 from fedbench.split import Split, split
 from fedbench.store import Disk
-from fedbench.tracking import NoLog, RunLog, mlflow_at_hand, plain, read_json, setup_logging, write_json
+from fedbench.tracking import NoLog, RunLog, plain, read_json, setup_logging, write_json
 
 log = logging.getLogger("fedbench")
 
@@ -53,18 +54,24 @@ def run_several(configs: Sequence[RunConfig], parent: Path | None, jobs: int = 1
     """Runs each in a folder of its own below `parent`, one after another or `jobs` at once, and their means in its summary.json."""
     if ranks.count() > 1:
         raise UsageError("torchrun shares out one run; give it one seed and one fold, or leave it out and use --jobs")
+    again = "the same command goes on"
     if parent is None:
         parent = new_folder(configs[0])
         configs = placed(configs, parent)
-    with claimed(parent):
-        finished.refuse_single_run(parent)
-        summaries = [plain(run(config)) for config in configs] if jobs == 1 else in_processes(configs, parent / "work", jobs)
-        summary = over_runs(summaries, [pd.read_parquet(str(config.out / "per_client.parquet")) for config in configs if config.out])
-        write_json(parent / "summary.json", plain(summary))
-    table, first = mean_table(summary), configs[0]
-    print(fitted(f"\n{table}\nfolder  {parent}"))
-    if first.mlflow and (link := join([one.out for one in configs if one.out], first.experiment, parent, summary, table)):
-        print(f"charts  {link}")
+        again = f"the same flags with --out {parent} go on"
+    try:
+        with claimed(parent):
+            finished.refuse_single_run(parent)
+            summaries = [plain(run(config)) for config in configs] if jobs == 1 else in_processes(configs, parent / "work", jobs)
+            clients = [pd.read_parquet(str(config.out / "per_client.parquet")) for config in configs if config.out]
+            summary = over_runs(summaries, clients)
+            write_json(parent / "summary.json", plain(summary))
+        table, first = mean_table(summary), configs[0]
+        print(fitted(f"\n{table}\nfolder  {parent}"))
+        if first.mlflow and (link := join([one.out for one in configs if one.out], first.experiment, parent, summary, table)):
+            print(f"charts  {link}")
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted; {again}") from None
     return summary
 
 
@@ -191,9 +198,10 @@ def carry_out(
             summary |= {"refit": refit_summary(best.round, refitted), "peak_rss_mb": peak_rss_mb()}
         keep_model(out, federation, best, config)
         run_log.finish(summary, per_client(parts, best.outcome, refitted), partial(checkpoint.prune, out, keep=0))
-    except KeyboardInterrupt:
-        run_log.end("KILLED")
-        raise
+    except KeyboardInterrupt as end:
+        with suppress(KeyboardInterrupt):  # a second one: MLflow is not waited for
+            run_log.end("KILLED")
+        raise end if isinstance(end, Interrupted) else Interrupted(f"interrupted; {how_to_go_on(config, out)}") from None
     except BaseException:
         run_log.end("FAILED")
         raise
@@ -271,9 +279,9 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
             bar.update(min(spent, limit) - before)
             stop, due = ranks.anywhere(interrupted(), cadence.due(federation.round))
             if stop:
-                log.warning("interrupted after round %d; go on with --resume %s", federation.round, out)
                 save(out, federation, best, config)
-                raise KeyboardInterrupt
+                log.info("the state after round %d is saved", federation.round)
+                raise Interrupted(f"interrupted after round {federation.round}; {how_to_go_on(config, out)}")
             if due and spent < limit:
                 started = time.perf_counter()
                 save(out, federation, best, config)
@@ -304,9 +312,15 @@ def refit(federation: Federation, rounds: int, run_log: RunLog, config: RunConfi
             run_log.refit_round({**line, "seconds": time.perf_counter() - started})
             bar.update()
             if ranks.anywhere(interrupted())[0]:
-                log.warning("interrupted in round %d of the refit; --resume %s begins the refit again", federation.round, out)
-                raise KeyboardInterrupt
+                again = "goes on, and begins the refit again"
+                raise Interrupted(f"interrupted after round {federation.round} of the refit; {how_to_go_on(config, out, again)}")
     return {"test": federation.sampled_ranks()["test"], "full_test": federation.full_ranks()["test"]}
+
+
+def how_to_go_on(config: RunConfig, out: Path, what: str = "goes on") -> str:
+    """What to do after an interrupt: without --out the next run of the same command would be a new one."""
+    named = config.out is not None or config.resume not in ("auto", "never")
+    return f"the same command {what}" if named and config.resume != "never" else f"the same flags with --resume {out}: it {what}"
 
 
 @contextmanager

@@ -26,11 +26,12 @@ from tqdm import tqdm
 
 from fedbench import config, hints, pool, study
 from fedbench.console import fitted
-from fedbench.errors import UsageError
+from fedbench.copier import mlflow_at_hand
+from fedbench.errors import Interrupted, UsageError
 from fedbench.lock import claimed
 from fedbench.parent import Parent
 from fedbench.study import Point, Study
-from fedbench.tracking import mlflow_at_hand, plain, read_json, setup_logging, write_json
+from fedbench.tracking import plain, read_json, setup_logging, write_json
 
 log = logging.getLogger("fedbench")
 
@@ -137,6 +138,8 @@ def carry_out(what: Study, options: argparse.Namespace, argv: Sequence[str]) -> 
             progress.stop()
             if parent:
                 parent.finish("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED", {}, {}, [])
+            if isinstance(error, KeyboardInterrupt):
+                raise Interrupted("interrupted; the same command goes on") from None
             raise
         return conclude(progress, parent, argv, ran)
 

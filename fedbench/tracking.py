@@ -8,21 +8,20 @@ import logging
 import math
 import os
 import platform
-import socket
 import subprocess
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import coloredlogs
 
 from fedbench import mirror
-from fedbench.errors import DISK_FULL, UsageError
+from fedbench.copier import Mirror
+from fedbench.errors import DISK_FULL, Interrupted, UsageError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,8 +31,6 @@ logger = logging.getLogger("fedbench")
 PACKAGES = ("torch", "numpy", "numba", "mlflow", "cvxpy")
 CHILD_OF = "mlflow.parentRunId"
 """the tag by which MLflow knows the parent of a run; the parent comes from the environment: FEDBENCH_PARENT_RUN"""
-AT_HAND = "FEDBENCH_MIRROR"
-"""where a process waits that has imported MLflow, see `mlflow_at_hand`"""
 FILES = ("summary.json", "config.json", "metrics.jsonl", "per_client.parquet", "figures")
 """what of a run's folder MLflow keeps as artifacts"""
 ALONE = ("refit/", "new_user/", "new_item/")
@@ -99,9 +96,11 @@ class RunLog:
             if not resume and (out / "config.json").exists():
                 raise FileExistsError
             write_json(out / "config.json", config)
-            earlier = read_json(out / "env.json").get("mlflow_run_id") if resume else None
-            env = environment()
-            write_json(out / "env.json", {**env, "mlflow_run_id": earlier} if earlier else env)
+            before: dict[str, Any] = read_json(out / "env.json") if resume else {}
+            kept: dict[str, Any] = {key: before[key] for key in ("mlflow_run_id", "run_key") if key in before}
+            # the key is on disk before MLflow hears of the run, so that one killed at any moment finds its copy again
+            env: dict[str, Any] = {**environment(), "process": mirror.who(), "run_key": uuid.uuid4().hex, **kept}
+            write_json(out / "env.json", env)
             log_file = attach_log_file(out)
         except FileExistsError:
             if out.is_dir():
@@ -112,29 +111,11 @@ class RunLog:
                 raise
             raise UsageError(f"--out {out} cannot be written ({error.strerror}); choose another folder") from None
 
-        commit = {"git_commit": env["git_commit"], "mlflow.source.git.commit": env["git_commit"]} if env["git_commit"] else {}
-        dirty = {"git_dirty": str(env["git_dirty"]).lower()} if commit else {}
-        resumed = {"resumes": earlier} if earlier else {}
-        parent = {CHILD_OF: os.environ["FEDBENCH_PARENT_RUN"]} if os.environ.get("FEDBENCH_PARENT_RUN") else {}
-        all_tags = {"kind": "run", "out": str(out), **mirror.SOURCE, **commit, **dirty, **resumed, **parent, **tags}
-
-        def note(run_id: str) -> None:
-            write_json(out / "env.json", {**env, "mlflow_run_id": run_id})
-
-        if not mlflow:
-            return cls(out, config, env, log_file, None)
-        started = time.perf_counter()
-        order = {
-            "out": str(out.absolute()),
-            "experiment": experiment,
-            "run_name": os.environ.get("MLFLOW_RUN_NAME") or run_name,
-            "params": params_of(config),
-            "tags": {**all_tags, **mirror.who()},
-            "resumes": earlier,
-            "every": FLUSH_SECONDS,
-        }
-        log = cls(out, config, env, log_file, Mirror(order, note))
-        log.tracking_seconds = time.perf_counter() - started
+        log = cls(out, config, env, log_file, None)
+        if mlflow:
+            started = time.perf_counter()
+            log._mirror = Mirror(order_of(out, config, env, tags, run_name, experiment), lambda run_id: log._note(mlflow_run_id=run_id))
+            log.tracking_seconds = time.perf_counter() - started
         return log
 
     @property
@@ -171,7 +152,14 @@ class RunLog:
         write_json(self.out / "summary.json", summary)
         tidy()
         if self._mirror:
-            self._end_mirror("FINISHED", final_metrics(summary, self._config), [self.out / name for name in FILES])
+            try:
+                self._end_mirror("FINISHED", final_metrics(summary, self._config), [self.out / name for name in FILES])
+            except KeyboardInterrupt:
+                self._close()
+                why = "interrupted while MLflow was waited for; the run is finished"
+                raise Interrupted(f"{why}, and the same flags with --resume {self.out} complete its copy") from None
+            if self._mirror.whole:
+                self._note(mlflow_copied=self._mirror.place)
             if self.link:
                 logger.info("charts: %s%s", self.link, " (start the UI with `make ui`)" if self.link.startswith(mirror.LOCAL_UI) else "")
         self._close()
@@ -180,9 +168,11 @@ class RunLog:
         """Close a run that did not finish: FAILED or KILLED. Does nothing after `finish`."""
         if self._log_file is None:
             return
-        if self._mirror:
-            self._end_mirror(status, {}, [])
-        self._close()
+        try:
+            if self._mirror and not self._mirror.ended:
+                self._end_mirror(status, {}, [])
+        finally:
+            self._close()
 
     def _end_mirror(self, status: str, final: dict[str, float | str], files: list[Path]) -> None:
         assert self._mirror is not None
@@ -190,6 +180,12 @@ class RunLog:
         self._mirror.end(status, final, files)
         self.tracking_seconds += time.perf_counter() - started
         logger.debug("MLflow took %.2f s of the run", self.tracking_seconds)
+
+    def _note(self, **facts: str) -> None:
+        """Facts about the copy, in env.json; where the disk is full the run meets that too, and the copy is found without them."""
+        self._env |= facts
+        with suppress(OSError):
+            write_json(self.out / "env.json", self._env)
 
     def _start_metrics(self, first: int | None) -> TextIO:
         """Open metrics.jsonl. A resumed run keeps the rounds before its first, and its old summary no longer holds."""
@@ -248,115 +244,72 @@ class NoLog(RunLog):
     def end(self, status: str) -> None: ...
 
 
-class Mirror:
-    """The MLflow copy of a run: a process beside it (fedbench/mirror.py) that reads its folder, so that the run never waits for MLflow.
-
-    The first failure ends the copy for the rest of the run: the folder is what counts.
-    """
-
-    def __init__(self, order: dict[str, Any], note: Callable[[str], None]):
-        """order: what to make, see mirror.Copy; note is told the run's id."""
-        self.run_id: str | None = None
-        self.link: str | None = None
-        self._out = order["out"]
-        self._note = note
-        self._process: subprocess.Popen[str] | None = None
-        self._words, self._answers = self._connect() or self._start()
-        self._tell(order)
-        self._listener = threading.Thread(target=self._listen, name="mlflow", daemon=True)
-        self._listener.start()
-
-    def _connect(self) -> tuple[IO[str], IO[str]] | None:
-        """To a process that `mlflow_at_hand` has started, if there is one."""
-        with suppress(KeyError, OSError), socket.socket(socket.AF_UNIX) as line:
-            line.connect(os.environ[AT_HAND])
-            return line.makefile("w", encoding="utf-8"), line.makefile("r", encoding="utf-8")
-        return None
-
-    def _start(self) -> tuple[IO[str], IO[str]]:
-        self._process = start_mirror(stdout=subprocess.PIPE)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        return self._process.stdin, self._process.stdout
-
-    def end(self, status: str, final: dict[str, float | str], files: list[Path]) -> None:
-        """Say how the run ended and wait until the copy is whole."""
-        self._tell({"status": status, "final": final, "files": [str(file) for file in files]})
-        with suppress(BrokenPipeError):
-            self._words.close()
-        self._listener.join()
-        if self._process:
-            self._process.wait()
-
-    def _tell(self, word: dict[str, Any]) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # it has given up and said why
-            self._words.write(json.dumps(word) + "\n")
-            self._words.flush()
-
-    def _listen(self) -> None:
-        with self._answers as answers, suppress(ConnectionResetError):
-            for line in answers:
-                answer = json.loads(line)
-                if "failure" in answer:
-                    logger.warning("MLflow tracking given up (%s); nothing is lost: all is in %s", answer["failure"], self._out)
-                    self.run_id = self.link = None
-                else:
-                    self.run_id, self.link = answer["run_id"], answer["link"]
-                    self._note(answer["run_id"])
-
-
-def start_mirror(*arguments: str, stdout: int) -> subprocess.Popen[str]:
-    root = str(Path(__file__).parent.parent)
-    paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    # a session of its own: Ctrl-C at the terminal is for the run, which has a last word to say
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "fedbench.mirror", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=stdout,
-        stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "PYTHONPATH": paths},
-        start_new_session=True,
-    )
-
-
-@contextmanager
-def mlflow_at_hand(wanted: bool) -> Iterator[dict[str, str]]:
-    """A process that has imported MLflow already, for runs started meanwhile: what their environment must say to find it."""
-    if not wanted:
-        yield {}
-        return
-    with tempfile.TemporaryDirectory() as folder:  # ours alone, so that nobody else can connect
-        address = str(Path(folder) / "mlflow")
-        process = start_mirror(address, stdout=subprocess.DEVNULL)
-        try:
-            yield {AT_HAND: address}
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait()
-
-
 def mlflow_run_of(out: Path) -> str | None:
     """The id of a run's copy in MLflow, as its folder knows it."""
     return read_json(out / "env.json").get("mlflow_run_id")
 
 
-def copy_again(out: Path, experiment: str, parent: str, run_name: str) -> None:
-    """Bring a finished run's folder into MLflow, or what is missing of it there."""
-    config, summary = read_json(out / "config.json"), read_json(out / "summary.json")
-    tags = {"kind": "run", "out": str(out), CHILD_OF: parent, "leaky": "LEAKY" if summary["leaky"] else "no", **mirror.SOURCE}
-    tags |= {key: summary[key] for key in ("dataset", "protocol_fingerprint", "data_checksum") if key in summary}
-    order = {
+def order_of(
+    out: Path, config: dict[str, Any], env: dict[str, Any], tags: dict[str, str], run_name: str, experiment: str
+) -> dict[str, Any]:
+    """What a run's copy is made from, see mirror.Copy."""
+    commit, earlier, parent = env.get("git_commit"), env.get("mlflow_run_id"), os.environ.get("FEDBENCH_PARENT_RUN")
+    known = {"kind": "run", "out": str(out), **mirror.SOURCE, "run_key": env.get("run_key"), "resumes": earlier, CHILD_OF: parent}
+    if commit:
+        known |= {"git_commit": commit, "mlflow.source.git.commit": commit, "git_dirty": str(env["git_dirty"]).lower()}
+    return {
         "out": str(out.absolute()),
         "experiment": experiment,
-        "run_name": run_name,
+        "run_name": os.environ.get("MLFLOW_RUN_NAME") or run_name,
         "params": params_of(config),
-        "tags": {**tags, **mirror.who()},
-        "resumes": mlflow_run_of(out),
+        "tags": {**{key: value for key, value in known.items() if value}, **tags, **mirror.who()},
+        "resumes": earlier,
+        "every": FLUSH_SECONDS,
     }
-    copy = mirror.Copy(order)
-    copy.end("FINISHED", final_metrics(summary, config), [str(out / name) for name in FILES])
-    write_json(out / "env.json", {**read_json(out / "env.json"), "mlflow_run_id": copy.run_id})
+
+
+def finished_order(out: Path, experiment: str, run_name: str = "", **tags: str) -> dict[str, Any]:
+    """The order for the copy of a run that is finished, by what its folder says."""
+    config, summary, env = (read_json(out / name) for name in ("config.json", "summary.json", "env.json"))
+    fields = summary["protocol_fields"]
+    fold = "" if fields["fold"] is None else f"-f{fields['fold']}"
+    usual = f"{summary['algo']}-{summary['dataset']}-{summary['protocol']}-s{summary['seed']}{fold}"
+    known = {key: summary[key] for key in ("protocol_fingerprint", "data_checksum", "dataset")}
+    known |= {"leaky": "LEAKY" if summary["leaky"] else "no", "split": fields["split"]}
+    order = order_of(out, config, env, {**known, **tags}, usual, experiment)
+    return {**order, "run_name": run_name} if run_name else order
+
+
+def copy_again(out: Path, experiment: str, parent: str, run_name: str) -> None:
+    """Bring a finished run's folder into MLflow, or what is missing of it there."""
+    copy = mirror.Copy(finished_order(out, experiment, run_name, **{CHILD_OF: parent}))
+    copy.end("FINISHED", *_results(out))
+    write_json(out / "env.json", {**read_json(out / "env.json"), "mlflow_run_id": copy.run_id, "mlflow_copied": mirror.place(experiment)})
+
+
+def complete_copy(out: Path, experiment: str) -> str | None:
+    """Bring to MLflow what it lacks of a finished run, in a process that is waited for as at a run's end; the charts' address, if known."""
+    if read_json(out / "env.json").get("mlflow_copied") == mirror.place(experiment):
+        return None
+
+    def note(run_id: str) -> None:
+        write_json(out / "env.json", {**read_json(out / "env.json"), "mlflow_run_id": run_id})
+
+    copy = Mirror(finished_order(out, experiment), note)
+    final, files = _results(out)
+    try:
+        copy.end("FINISHED", final, [Path(file) for file in files])
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted while MLflow was waited for; the run in {out} is finished") from None
+    if copy.whole:
+        write_json(out / "env.json", {**read_json(out / "env.json"), "mlflow_copied": copy.place})
+    return copy.link
+
+
+def _results(out: Path) -> tuple[dict[str, float | str], list[str]]:
+    """A finished run's final metrics, and its files that MLflow keeps."""
+    final = final_metrics(read_json(out / "summary.json"), read_json(out / "config.json"))
+    return final, [str(out / name) for name in FILES]
 
 
 def params_of(config: dict[str, Any]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedbench import mirror
+from fedbench import copier, mirror
 from fedbench.config import NOT_HASHED, SHORT
 from fedbench.errors import FedbenchError
 from fedbench.study import REPLICATES, SELECT, short, title
@@ -212,11 +212,12 @@ def tried() -> bool:
 
 def guarded(write: Callable[[], str | None]) -> str | None:
     """A view's place, or nothing: it is a convenience, and its failure costs one warning."""
-    try:
-        return write() if tried() else None
-    except Exception as error:
-        log.warning("no ready view in the MLflow UI (%s); the plain link works", mirror.one_line(error))
+    found: list[str | None] = []
+    why = copier.within(copier.patience(), lambda: found.append(write() if tried() else None))
+    if why is not None:
+        log.warning("no ready view in the MLflow UI (%s); the plain link works", why)
         return None
+    return found[0]
 
 
 def of_experiments(uri: str, most: int) -> list[tuple[str, str]]:

@@ -46,6 +46,9 @@ hypothesis.settings.register_profile("patient", deadline=None, derandomize="FEDB
 hypothesis.settings.load_profile("patient")
 
 
+os.environ.setdefault("FEDBENCH_MLFLOW_PATIENCE", "300")  # nor is it for a copy to be given up; tests of that set their own
+
+
 @pytest.fixture(autouse=True, scope="session")
 def interruptible() -> None:
     """Ctrl-C works, here and in child processes: a shell that runs the tests in the background turns it off for all of them."""

@@ -443,7 +443,7 @@ def test_out_that_is_a_file(args: list[str], tiny: str, fails: Fails) -> None:
         (FedbenchError("it\nfailed"), 1, "fedbench: error: it failed\n"),
         (UsageError("wrong"), 2, "fedbench: error: wrong\n"),
         (DataError("gone"), 3, "fedbench: error: gone\n"),
-        (KeyboardInterrupt(), 130, "fedbench: error: interrupted\n"),
+        (KeyboardInterrupt(), 130, "fedbench: interrupted\n"),
         (ValueError("odd"), 1, f"fedbench: internal error: ValueError: odd {AGAIN}\n"),
         (BrokenPipeError("socket"), 1, f"fedbench: internal error: BrokenPipeError: socket {AGAIN}\n"),
     ],

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fedbench import cli
+from fedbench import cli, mirror
 from tests.test_run import interrupting, result, summary_of
 
 ROOT = Path(__file__).parents[1]
@@ -96,6 +96,25 @@ def test_a_kill_between_the_summary_and_the_end(tmp_path: Path, capsys: pytest.C
     assert cli.main(command(words, out)) == 0
     assert capsys.readouterr().out.startswith("finished: ")
     assert files(out) == files(tmp_path / "steady") and mean_of(out) == mean_of(tmp_path / "steady")
+
+
+def test_a_kill_before_the_copy_in_mlflow_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    words = f"--algo popularity {DATA} --threads 1 --quiet --experiment last"
+    killed = subprocess.run([sys.executable, "-c", KILLED_AFTER_ITS_SUMMARY, *command(words, tmp_path / "r")], cwd=ROOT, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert cli.main(command(words, tmp_path / "r")) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("finished: ") and "charts  http" in said
+    client = mirror.import_client()(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    (found,) = client.search_runs([client.get_experiment_by_name("last").experiment_id])
+    assert found.info.status == "FINISHED" and found.info.run_name == "popularity-synthetic-clean-s0"
+    assert found.data.metrics["best/test/hr_10"] == summary_of(tmp_path / "r")["test"]["hr_10"]
+    assert {file.path for file in client.list_artifacts(found.info.run_id)} >= {"summary.json", "figures"}
+    assert cli.main(command(words, tmp_path / "r")) == 0
+    assert "charts" not in capsys.readouterr().out, "the copy is whole: MLflow is not asked again"
 
 
 @pytest.mark.parametrize("words", [f"{FEDMF} --seeds 0-1", RATINGS], ids=["seeds", "folds"])

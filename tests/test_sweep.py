@@ -201,7 +201,7 @@ def test_ctrl_c_ends_the_points_and_keeps_their_state(tmp_path: Path) -> None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
-    assert process.returncode == 130 and said.splitlines()[-1] == "fedbench: error: interrupted"
+    assert process.returncode == 130 and said.splitlines()[-1] == "fedbench: interrupted; the same command goes on"
     assert len(list((tmp_path / "s").glob("*/checkpoint/*.safetensors"))) == 2, "both points saved their state"
     assert [point["status"] for point in read(tmp_path / "s" / "sweep.json")["points"]] == ["waiting", "waiting"]
 

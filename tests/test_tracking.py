@@ -20,7 +20,7 @@ import pandas as pd
 import pytest
 import requests
 
-from fedbench import mirror, tracking
+from fedbench import copier, mirror, tracking
 from fedbench.errors import UsageError
 from fedbench.tracking import RunLog
 
@@ -404,8 +404,8 @@ def test_copies_are_forked_from_one_process_and_outlive_it(
     tmp_path: Path, client: Any, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
-    with tracking.mlflow_at_hand(True) as here:
-        address = Path(here[tracking.AT_HAND])
+    with copier.mlflow_at_hand(True) as here:
+        address = Path(here[copier.AT_HAND])
         assert eventually(address.exists)
         names = ("first", "second")
         runs = [run_child(CHILD + "input()\n", str(tmp_path / name), "hand", cwd=tmp_path, database=database, **here) for name in names]
@@ -418,7 +418,7 @@ def test_copies_are_forked_from_one_process_and_outlive_it(
     assert not address.exists()
     runs[0].kill()
     with monkeypatch.context() as elsewhere:
-        elsewhere.setenv(tracking.AT_HAND, str(address))  # nobody waits there any more
+        elsewhere.setenv(copier.AT_HAND, str(address))  # nobody waits there any more
         log = start(tmp_path / "other", mlflow=True, experiment="hand")
         log.finish(SUMMARY, CLIENTS)
     assert log.run_id is not None and client.get_run(log.run_id).info.status == "FINISHED"
