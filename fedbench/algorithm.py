@@ -10,7 +10,9 @@ A table that `init_client` returns is the client's own (it is kept between round
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from fedbench.engine import Uploads
 
 Tensors = dict[str, Tensor]
+OPTIMIZERS = ("adam", "adamw", "sgd")
+PARTS = ("all", "support", "query")
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,21 @@ class Phase(NamedTuple):
     clip: float = 0.0
     """largest norm of a client's gradient over all names of the phase; 0: not clipped"""
 
+    def problem(self, held: Collection[str]) -> str:
+        """What is wrong with it for a client that holds these names; "" if nothing is."""
+        if isinstance(self.names, str) or not self.names:
+            return f"names must be a tuple of the tensors it moves, such as ('items',), not {self.names!r}"
+        if unknown := [name for name in self.names if name not in held]:
+            return f"it moves {unknown[0]!r}, which the client does not hold{nearest(unknown[0], held)}"
+        if self.optimizer not in OPTIMIZERS:
+            return f"there is no optimizer {self.optimizer!r}{nearest(self.optimizer, OPTIMIZERS)}"
+        for what, value in (("lr", self.lr), ("weight_decay", self.weight_decay), ("clip", self.clip)):
+            if not (math.isfinite(value) and value >= 0):
+                return f"{what} must be 0 or more, not {value}"
+        if self.weight_decay and self.optimizer != "adamw":
+            return f"weight_decay belongs to adamw; {self.optimizer} would ignore it"
+        return ""
+
     def decay(self, name: str) -> float:
         """What a step multiplies a number of `name` by that no sample touches."""
         return 1 - self.lr * self.weight_decay if self.optimizer == "adamw" and name in self.names else 1.0
@@ -90,6 +109,19 @@ class Stage(NamedTuple):
     """samples at most, drawn anew each round"""
     fused: Any = None
     """a description that lets the engine take a fused kernel instead of the generic path (see fedbench/fused.py and ridge.py)"""
+
+    def problem(self, held: Collection[str]) -> str:
+        """What is wrong with it for a client that holds these names; "" if nothing is."""
+        if isinstance(self.phases, Phase) or not all(isinstance(phase, Phase) for phase in self.phases):
+            return "phases must be a tuple of Phase, such as (Phase(('items',), 0.1),)"
+        if self.part not in PARTS:
+            return f"there is no part {self.part!r} of the samples{nearest(self.part, PARTS)}"
+        for what, value, least in (("epochs", self.epochs, 0), ("batch_size", self.batch_size, 1), ("max_steps", self.max_steps, 0),
+                                   ("max_samples", self.max_samples, 1)):  # fmt: skip
+            if value is not None and value < least:
+                return f"{what} must be {least} or more, not {value}"
+        said = (f"phase {place}: {problem}" for place, phase in enumerate(self.phases, 1) if (problem := phase.problem(held)))
+        return next(said, "")
 
 
 @dataclass(frozen=True)
@@ -252,6 +284,21 @@ class Algorithm:
     def fused_score(self, sent: bool) -> Any:
         """The same for `score`."""
         return None
+
+
+def check_stages(algorithm: Algorithm, stages: tuple[Stage, ...], held: Collection[str]) -> None:
+    """Raise UsageError for local work that makes no sense to a client that holds these names."""
+    if isinstance(stages, Stage) or not all(isinstance(stage, Stage) for stage in stages):
+        raise UsageError(f"{algorithm.name}: stages must return a tuple of Stage, such as (Stage(self.phases(sent)),)")
+    for place, stage in enumerate(stages, 1):
+        if problem := stage.problem(held):
+            raise UsageError(f"{algorithm.name}: {f'stage {place}: ' if len(stages) > 1 else ''}{problem}")
+
+
+def nearest(word: str, known: Collection[str]) -> str:
+    """What to say after a word that is not among the known ones."""
+    near = difflib.get_close_matches(str(word).lower(), known, n=1)
+    return f" ({f'did you mean {near[0]}? ' if near else ''}known: {', '.join(sorted(known)) or 'none'})"
 
 
 def bce(logits: Tensor, batch: Batch) -> Tensor:

@@ -22,6 +22,8 @@ CANARIES = ("random", "local")
 """methods that cannot know the held-out item: every client scores at random, or learns alone with no server"""
 ROUNDS = 10
 """rounds of negatives that are drawn and counted, and that a canary trains; `--rounds` overrides"""
+CHOSEN = {"val": "on validation", "test": "on TEST", "last": "none: the last round is reported, whatever it scores"}
+"""by --select-on"""
 HELP = f"""usage: python -m fedbench audit --dataset D [--protocol P] [protocol flags] [--rounds {ROUNDS}] [--seed 0]
 
 Proves a protocol on a dataset, or exits 1 and says LEAK:
@@ -66,8 +68,7 @@ def checks(split: Split, canaries: list[config.RunConfig], rounds: int) -> Itera
     yield held_out_apart(split)
     yield candidates_unseen(split)
     yield from negatives(split, canaries[0].seed, rounds)
-    on = split.protocol.select_on
-    yield Check("choice of the round", on != "test", f"on {'validation' if on == 'val' else 'TEST'}")
+    yield Check("choice of the round", split.protocol.select_on != "test", CHOSEN[split.protocol.select_on])
     for canary in canaries:
         yield at_chance(split, canary, rounds)
 

@@ -23,9 +23,9 @@ from numba import njit, prange
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
-from fedbench import fused, ridge
+from fedbench import fused, kernel_check, ridge
 from fedbench.aggregate import Rows, Tables
-from fedbench.algorithm import Algorithm, Answer, Batch, Phase, Stage, Tensors, World
+from fedbench.algorithm import Algorithm, Answer, Batch, Phase, Stage, Tensors, World, check_stages
 from fedbench.draw import keys
 from fedbench.secure import BYTES, masked_sum
 from fedbench.split import Samples, orders
@@ -328,18 +328,30 @@ class Engine:
     ) -> None:
         """kernel: auto (numba's on a CPU, Triton's on a GPU), off, or triton. compile: the generic step, on a GPU unless said otherwise."""
         self.algorithm, self.world, self.seed, self.device, self.dtype = algorithm, world, seed, device, dtype
-        self.kernels = kernel == "auto" and device == "cpu"
+        speaks = not kernel_check.overridden(algorithm)
+        self.kernels = speaks and kernel == "auto" and device == "cpu"
         on_gpu = device.startswith("cuda") and importlib.util.find_spec("triton") is not None
-        self.gpu_kernels: Any = gpu_kernels() if kernel == "triton" or (kernel == "auto" and on_gpu) else None
+        self.gpu_kernels: Any = gpu_kernels() if speaks and (kernel == "triton" or (kernel == "auto" and on_gpu)) else None
         self.block_rows = block_rows or rows_that_fit(algorithm.dim, device)
         self.spare = Spare()
         compiles = on_gpu if compile is None else compile
         self.step: Callable[..., Any] = torch.compile(step, dynamic=True) if compiles else step
+        self.compared: set[str] | None = set()
+        """uses of kernels that were compared with the generic path, see kernel_check; None: this engine is one of the two"""
 
     def of_world(self, world: World) -> Engine:
         """The same for another federation."""
         other = copy.copy(self)
         other.world = world
+        return other
+
+    def twin(self, kernels: bool, dtype: torch.dtype | None = None) -> Engine:
+        """One of two engines that are compared: with kernels or without, in arrays of its own, never compiled."""
+        other = copy.copy(self)
+        other.compared, other.spare, other.step = None, Spare(), step
+        other.dtype = dtype or self.dtype
+        if not kernels:
+            other.kernels, other.gpu_kernels = False, None
         return other
 
     def run_cohort(self, server: Tensors, store: ClientStore, samples: Samples, when: int, epochs: np.ndarray | None = None) -> Round:
@@ -352,6 +364,7 @@ class Engine:
         answer = self.algorithm.answer(server)
         clients = torch.from_numpy(samples.clients).to(self.device)
         sent = sent_to(answer, clients)
+        kernel_check.training(self, server, store, samples, sent, when)
         stream = keys(self.seed, when, "shuffle", samples.clients)
         epochs = np.full(len(clients), self.algorithm.local_epochs) if epochs is None else epochs
         kind = 2 * epochs + sent
@@ -371,7 +384,8 @@ class Engine:
 
     def places(self, clients: np.ndarray, sent: bool, answer: Answer, store: ClientStore) -> tuple[fused.DotBCE, fused.Clients] | None:
         """The plan of a kernel that trains these clients where their state lies, and where that is."""
-        plan = self.algorithm.fused(sent) if self.kernels else None
+        in_one_stage = type(self.algorithm).stages is Algorithm.stages  # these kernels know no other
+        plan = self.algorithm.fused(sent) if self.kernels and in_one_stage else None
         place = in_place(plan, clients, answer, store)
         return (plan, place) if plan and place else None
 
@@ -389,7 +403,8 @@ class Engine:
         own_tables = any(name in store.tensors for name in a.tables)
         change: np.ndarray | None = None
         if not own_tables:
-            change = self.spare.empty("change", len(samples.row) * a.dim, host_type(self.dtype)).reshape(-1, a.dim)
+            width = next(place[1].tables.shape[2] for place in places.values() if place)
+            change = self.spare.empty("change", len(samples.row) * width, host_type(self.dtype)).reshape(-1, width)
         for some, place in places.items():
             assert place is not None
             plan, clients = place
@@ -429,6 +444,7 @@ class Engine:
 
     def reconstruct(self, server: Tensors, samples: Samples, when: int) -> Tensors:
         """name -> [U, ...]: the private part of clients that keep nothing, rebuilt by their first stage on all of these samples."""
+        kernel_check.rebuilding(self, server, samples, when)
         answer = self.algorithm.answer(server)
         rebuilt: Tensors = {}
         kind = 2 * self.algorithm.local_epochs + sent_to(answer, torch.from_numpy(samples.clients).to(self.device))
@@ -466,6 +482,7 @@ class Engine:
         loss = torch.zeros(len(block.clients), dtype=self.dtype, device=self.device)
         moved = epoch = 0
         stages = algorithm.stages(sent)
+        check_stages(algorithm, stages, held)
         for stage in of_private(stages, store.tensors) if frozen else stages:
             held, loss, steps = self.work(block.part(stage), held, sent, stage, epoch)
             epoch += stage.epochs
@@ -492,9 +509,10 @@ class Engine:
         plan = stage.fused if self.kernels else None
         if not stage.phases:
             return self.solve(block, held, sent, plan)
-        if self.gpu_kernels and isinstance(stage.fused, fused.DotBCE) and stage.fused.plain:
+        counts_steps = stage.max_steps is not None  # which no kernel does
+        if self.gpu_kernels and isinstance(stage.fused, fused.DotBCE) and stage.fused.plain and not counts_steps:
             return self.train_on_gpu(block, held, stage, epoch)
-        if plan is None:
+        if plan is None or counts_steps or epoch:  # kernels shuffle from the first epoch on
             return self.train_generic(block, held, sent, stage, epoch)
         # Kernels train in place, and the algorithm's functions may have returned what they were given.
         held = {name: value.clone(memory_format=torch.contiguous_format) for name, value in held.items()}

@@ -13,7 +13,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from fedbench import fused
+from fedbench import fused, kernel_check
 from fedbench.algorithm import Algorithm, Answer
 from fedbench.engine import FULL_ROWS, in_place, pad, sent_rows, sent_whole, vmapped
 from fedbench.split import Held, Split
@@ -172,7 +172,9 @@ class Evaluator:
         """own: the clients that are evaluated, all of them if not given; what is found for others means nothing."""
         self.algorithm, self.split, self.device = algorithm, split, device
         self.own = range(split.clients) if own is None else own
-        self.kernels = kernels and device == "cpu"
+        self.kernels = kernels and device == "cpu" and not kernel_check.overridden(algorithm, "fused_score")
+        self.checked: set[bool] = set()
+        """whether clients that were sent nothing, or something, have been scored by both paths, see kernel_check"""
         self.ready: tuple[Answer, fused.Layers] | None = None
         self.at_start = np.zeros((4, 0), np.int64)
         """[4, U] sampled and full ranks of clients that never took part, 0 if not known yet; empty while there are none"""
@@ -206,16 +208,28 @@ class Evaluator:
 
     def scores(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, items: Tensor | None = None) -> Tensor:
         """[C, K] each client's scores of its K items, or of all of them: by a fused kernel where one fits."""
-        store = store.lend(clients)
+        kernel_check.scoring(self, store, answer, clients, sent, items)
+        found = self.fused_scores(store, answer, clients, sent, items)
+        return self.mapped_scores(store, answer, clients, sent, items) if found is None else found
+
+    def fused_scores(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, items: Tensor | None) -> Tensor | None:
+        """Scores by a fused kernel, None where none fits."""
         plan = self.algorithm.fused_score(sent) if self.kernels else None
-        place = in_place(plan, clients.numpy(), answer, store, sent_users=sent) if plan else None
+        if plan is None:
+            return None
+        store = store.lend(clients)
+        place = in_place(plan, clients.numpy(), answer, store, sent_users=sent)
         ranked = np.arange(self.split.items)[None] if items is None else items.cpu().numpy()
-        if plan and place:
+        if place:
             return torch.from_numpy(fused.score(plan, place, ranked))
         if isinstance(plan, fused.NeuMFBCE):
             users = answer.personal[plan.user][answer.slot[clients]] if answer.slot is not None else store.read(clients)[plan.user]
             return torch.from_numpy(self.layers(plan, answer).score(users.numpy(), ranked))
-        tables = self.algorithm.tables
+        return None
+
+    def mapped_scores(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, items: Tensor | None) -> Tensor:
+        """Scores by the algorithm's own function."""
+        store, tables = store.lend(clients), self.algorithm.tables
         own = store.read(clients) if items is None else store.rows(clients, items, tables)
         if not sent:
             return vmapped(self.algorithm.score, own, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,16 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbench import ranks
-from fedbench.algorithm import Algorithm, Answer, Tensors, World
+from fedbench import kernel_check, ranks
+from fedbench.algorithm import Algorithm, Answer, Tensors, World, check_stages
 from fedbench.central import Central, Pool
 from fedbench.draw import Draw
-from fedbench.engine import Engine, Round, Uploads
+from fedbench.engine import Engine, Round, Uploads, sent_rows, sent_to, vmapped
 from fedbench.errors import FedbenchError, NotFinite
 from fedbench.evaluate import Evaluator
 from fedbench.failures import Failures
 from fedbench.split import TRAIN, Samples, Split, cohort_of, sample_round
 from fedbench.store import ClientStore, Disk, Picked, at_once, filled, fits, room_for
+
+log = logging.getLogger("fedbench")
 
 COUNTED = ("dropped", "stragglers", "rejected")
 FROZEN_BYTES = 1 << 26
@@ -161,6 +164,7 @@ class Federation:
         """One pass over everybody's samples in one place: nobody is visited and nothing travels."""
         engine = self.engine
         draw = Draw(self.seed, self.round, None, engine.dtype, engine.device)
+        kernel_check.pooled(engine, algorithm, self.server, pool, draw)
         server, loss = algorithm.epoch(self.server, pool, draw, engine.kernels)
         try:
             finite({"loss": loss, **server})
@@ -288,6 +292,20 @@ class Federation:
 
 def world_of(split: Split) -> World:
     return World(split.clients, split.items, split.rating_min, split.rating_max)
+
+
+def check_local_work(algorithm: Algorithm, split: Split, seed: int) -> None:
+    """Raise UsageError for stages and phases that make no sense, before anything is written: one client of a tiny world is asked."""
+    world, one = replace(world_of(split), clients=4, items=4), torch.zeros(1, dtype=torch.int64)
+    try:
+        answer = algorithm.answer(algorithm.init_server(world, Draw(seed, 0, None, torch.float32, "cpu")))
+        own = algorithm.init_client(world, Draw(seed, 0, np.zeros(1, np.int64), torch.float32, "cpu"))
+        sent = sent_rows(answer, one, torch.arange(world.items)[None], algorithm.tables) if sent_to(answer, one)[0] else {}
+        check_stages(algorithm, algorithm.stages(sent), vmapped(algorithm.receive, own, sent))
+    except FedbenchError:
+        raise
+    except Exception:  # of a method that does without one of these, or not in so small a world: the first round tells
+        log.debug("local work could not be looked at before the run", exc_info=True)
 
 
 def finite(server: Tensors) -> Tensors:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 
-from fedbench import checkpoint, finished, fused, mirror, newcomers, pool, ranks, registry
+from fedbench import checkpoint, finished, fused, kernel_check, mirror, newcomers, pool, ranks, registry
 from fedbench.algorithm import Algorithm, Tensors
 from fedbench.central import Central
 from fedbench.config import RunConfig, placed
@@ -34,7 +34,7 @@ from fedbench.data import Interactions
 from fedbench.errors import FedbenchError, Interrupted, UsageError
 from fedbench.evaluate import metrics_of
 from fedbench.exposure import exposure
-from fedbench.federation import Diverged, Federation, world_of
+from fedbench.federation import Diverged, Federation, check_local_work, world_of
 from fedbench.kept import Aside, beginning, keep_model, lent, reported_server, state_facts, whole
 from fedbench.lock import claimed
 from fedbench.parent import join
@@ -113,6 +113,7 @@ def run(config: RunConfig) -> dict[str, Any]:
     parts, dataset = ranks.together(lambda: prepare(config.dataset, config.protocol, config.data))
     ranks.agree("other data", lambda: f"{parts.checksum} {parts.fingerprint}")
     check_cohort(config.algorithm, parts)
+    check_local_work(config.algorithm, parts, config.seed)
     if parts.newcomers:
         newcomers.check_before_training(config.algorithm, parts, config.seed)
     if ranks.anywhere(ranks.restarted())[0]:
@@ -484,6 +485,8 @@ def describe(dataset: Interactions, parts: Split, config: RunConfig, device: str
         log.warning("LEAKY protocol: numbers of this run are inflated and labelled so; use --protocol clean for true ones")
     if config.compile and config.kernel == "auto" and device == "cpu":
         log.info("--compile concerns the generic path; where a fused kernel fits it runs instead (--kernel off takes the generic path)")
+    if config.kernel == "auto" and (note := kernel_check.note(config.algorithm, config.algo)):
+        log.warning(note)
     log.info("%s, recipe %s, seed %d, on %s, into %s", config.algo, config.recipe, config.seed, device, out)
 
 

@@ -20,6 +20,7 @@ SYNTHETIC = ["--dataset", "synthetic", "--users", "400", "--items", "300", "--in
         (["--protocol", "published", "--rounds", "15"], 1, ["held-out items drawn", "choice of the round", "canary local"]),
         (["--train-negatives", "leaky"], 1, ["held-out items drawn", "canary local"]),
         (["--select-on", "test"], 1, ["choice of the round"]),
+        (["--select-on", "last"], 0, []),
     ],
 )
 def test_what_the_audit_says(flags: list[str], code: int, leaks: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,6 +29,14 @@ def test_what_the_audit_says(flags: list[str], code: int, leaks: list[str], caps
     found = [line.split("LEAK  ")[1] for line in lines if line.startswith("  LEAK")]
     assert len(found) == len(leaks) and all(one.startswith(leak) for one, leak in zip(found, leaks, strict=True))
     assert lines[-1].startswith("LEAK" if leaks else "clean")
+    said = (
+        "none: the last round is reported, whatever it scores"
+        if "last" in flags
+        else "on TEST"
+        if code and "--train-negatives" not in flags
+        else "on validation"
+    )
+    assert any(line.endswith(f"choice of the round: {said}") for line in lines)
 
 
 def test_a_held_out_item_in_training_is_found() -> None:
