@@ -1,6 +1,7 @@
 """Runs that are killed at random moments, also while a checkpoint is being written, and gone on with: all equal the undisturbed run.
 
-Few here; `FEDBENCH_KILLS=20 python -m pytest tests/test_kills.py` kills 20 runs of each algorithm.
+Few here; `FEDBENCH_KILLS=40 python -m pytest tests/test_kills.py` kills 40 runs of each algorithm, and 42 times runs of each kind: several
+seeds, folds, a refit, sweeps, with MLflow, under torchrun.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,10 +24,12 @@ from typing import Any
 
 import pytest
 
-from fedbench import checkpoint, cli
+from fedbench import checkpoint, cli, mirror
+from fedbench.__main__ import main as fedbench_main
 from fedbench.engine import Round
 from fedbench.federation import Federation
-from tests.test_run import lines_of, result, summary_of
+from fedbench.tracking import mlflow_run_of
+from tests.test_run import ROOT, lines_of, result, summary_of
 
 RUNS = int(os.environ.get("FEDBENCH_KILLS", "1"))
 """killed runs of each algorithm"""
@@ -38,7 +42,21 @@ ALGORITHMS = {
     "fedem_mapped": "--algo fedem --adapter 16,8,1 -e 2 -n 20 --client-store mmap",
     "fedavg_ncf": "--algo fedavg_ncf --layers 16,8 -n 40 -e 1",
 }
-PATIENCE = 300
+BASE = f"{DATA} --rounds {ROUNDS} --dim 8 --threads 1 --checkpoint-every 2 --quiet"
+MF = f"--algo fedmf {BASE}"
+KINDS = {
+    "seeds": f"{MF} --seeds 0-1",
+    "refit": f"{MF} --refit --no-mlflow",
+    "jobs": f"{MF} --seeds 0-1 --jobs 2",
+    "folds": f"--algo fedrec_mf --feedback explicit --split kfold --folds 2 {BASE}",
+    "mlflow": f"{MF} --refit",
+    "sweep": f"sweep {MF} -e 1 2 --jobs 2",
+    "torchrun": f"{MF} --no-mlflow",
+}
+"""kinds of runs; those that say nothing of MLflow have it"""
+KILLED_KINDS = [(kind, run) for kind in (list(KINDS)[:2] if RUNS == 1 else KINDS) for run in range(1 if RUNS == 1 else -(-RUNS // 14))]
+"""each is killed twice"""
+PATIENCE = 900
 """seconds after which something hangs"""
 
 
@@ -68,11 +86,12 @@ def train(words: list[str], folder: str, room: int | None = None) -> None:
     Federation.next_round = waiting  # type: ignore[method-assign]
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open("errors.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    sys.exit(cli.main(words))
+    sys.exit(fedbench_main(words) if words[0] == "sweep" else cli.main(words))
 
 
 def has_copy(out: Path) -> bool:
-    return "mlflow_run_id" in json.loads((out / "env.json").read_text())
+    """Whether MLflow has heard of a single run."""
+    return not (out / "env.json").exists() or "mlflow_run_id" in json.loads((out / "env.json").read_text())
 
 
 def started(words: str, out: Path, room: int | None = None) -> BaseProcess:
@@ -126,16 +145,95 @@ def undisturbed(algo: str, folder: Path) -> dict[str, Any]:
     return outcome(folder / algo)
 
 
+def begun(kind: str, out: Path, more: str = "") -> BaseProcess | subprocess.Popen[bytes]:
+    if kind != "torchrun":
+        return started(f"{KINDS[kind]} {more} --experiment kills", out)
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "train.py")]
+    with (out.parent / "errors.txt").open("ab") as errors:
+        return subprocess.Popen([*words, *KINDS[kind].split(), "--out", str(out)], cwd=out.parent, stdout=subprocess.DEVNULL, stderr=errors)
+
+
+def code_of(process: BaseProcess | subprocess.Popen[bytes], patience: float | None = None) -> int | None:
+    """The exit code, waited for if there is patience; None while the process runs."""
+    if isinstance(process, subprocess.Popen):
+        return process.wait(patience) if patience else process.poll()
+    process.join(patience or 0)
+    return process.exitcode
+
+
+def runs_in(out: Path) -> list[Path]:
+    return sorted(path.parent for path in out.rglob("config.json"))
+
+
+def kill_kind(kind: str, out: Path, chance: random.Random) -> bool:
+    """SIGKILL when a random number of rounds is done, of all runs together, or a little later; of torchrun's ranks the first is killed."""
+    process = begun(kind, out)
+    after, more = chance.randrange(-1, 2 * ROUNDS + 1), chance.choice([0.0, 0.0, 0.1, 0.5, 2.0])
+    deadline = time.monotonic() + PATIENCE
+    while code_of(process) is None and sum(map(rounds_done, runs_in(out))) < min(after, ROUNDS if kind == "torchrun" else after):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    time.sleep(more * chance.random())
+    pid = process.pid
+    while kind == "torchrun" and code_of(process) is None and not (pid := holder(out)):
+        assert time.monotonic() < deadline
+    assert pid
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    return code_of(process, PATIENCE) != 0
+
+
+def holder(out: Path) -> int:
+    """The process that holds a run's folder; 0 if there is none yet."""
+    with suppress(OSError, ValueError):
+        return int((out / ".lock").read_text())
+    return 0
+
+
+def outcome_of_all(out: Path) -> dict[str, Any]:
+    """What several runs leave behind. Of a sweep's own files, which hold times, the runs' alone."""
+    found: dict[str, Any] = {str(folder.relative_to(out)): outcome(folder) for folder in runs_in(out)}
+    if (out / "sweep.json").exists():
+        return found
+    files = sorted(str(path.relative_to(out)) for path in out.rglob("*"))
+    return found | {"mean": result(summary_of(out)), "files": files}
+
+
+@cache
+def undisturbed_kind(kind: str, folder: Path) -> dict[str, Any]:
+    process = begun(kind, folder / f"steady-{kind}", "--no-mlflow")
+    assert code_of(process, PATIENCE) == 0
+    return outcome_of_all(folder / f"steady-{kind}")
+
+
+@pytest.mark.parametrize(("kind", "run"), KILLED_KINDS)
+def test_killed_runs_of_any_kind_equal_the_undisturbed_ones(
+    kind: str, run: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    out, chance = tmp_path / "r", random.Random(f"{kind}/{run}")
+    kills = sum(kill_kind(kind, out, chance) for _ in range(2))
+    assert code_of(begun(kind, out), PATIENCE) == 0, (tmp_path / "errors.txt").read_text()
+    assert outcome_of_all(out) == undisturbed_kind(kind, tmp_path_factory.getbasetemp()), f"killed {kills} times"
+    if "--no-mlflow" in KINDS[kind]:
+        return
+    client = mirror.import_client()(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    mirrored = client.search_runs([client.get_experiment_by_name("kills").experiment_id])
+    assert {found.info.status for found in mirrored} == {"FINISHED"}
+    copies = {found.info.run_id for found in mirrored if found.data.tags["kind"] == "run"}
+    assert copies == {mlflow_run_of(folder) for folder in runs_in(out)} and len(copies) == len(runs_in(out))
+    assert len(mirrored) - len(copies) == (kind != "mlflow"), "one parent"
+    for folder in runs_in(out):
+        points = client.get_metric_history(mlflow_run_of(folder), "loss")
+        assert sorted((point.step, point.value) for point in points) == [(line["round"], line["loss"]) for line in lines_of(folder)]
+
+
 @pytest.mark.parametrize("run", range(RUNS))
 @pytest.mark.parametrize("algo", ALGORITHMS)
 def test_a_killed_run_equals_the_undisturbed_one(algo: str, run: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     words, out = f"{ALGORITHMS[algo]} {COMMON} --no-mlflow", tmp_path / "r"
     chance = random.Random(f"{algo}/{run}")
     kills = sum(kill_somewhere(started(words, out), out, chance) for _ in range(chance.choice([1, 2, 3]) if RUNS > 1 else 2))
-    if not (out / "summary.json").exists():
-        finish(words, out)
-    elif any((out / "checkpoint").glob("round-*")):
-        return  # killed between its summary and its last breath: it is finished, what is left over does no harm
+    finish(words, out)  # also if it was killed between its summary and its last breath: what it left goes then
     expected = undisturbed(algo, tmp_path_factory.getbasetemp())
     assert outcome(out) == expected, f"killed {kills} times"
 
