@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-import logging
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -57,8 +56,6 @@ NAMES = {
 }
 """what a header may call a column; capitals, blanks, hyphens and underscores do not matter"""
 
-log = logging.getLogger("fedbench")
-
 
 class Table(NamedTuple):
     """A file's text, and how it is written."""
@@ -69,6 +66,8 @@ class Table(NamedTuple):
     """ours, in the file's order"""
     first_row: int
     """the line on which to look for the first row of data"""
+    said: str = ""
+    """which column was taken for what, where that is not plain"""
 
 
 def load_csv(path: Path, options: DatasetOptions) -> Interactions:
@@ -88,6 +87,7 @@ def load_csv(path: Path, options: DatasetOptions) -> Interactions:
         columns.get("time"),
         licence="not stated in the file",
         source=str(path),
+        notes=(table.said,) if table.said else (),
     )
 
 
@@ -132,7 +132,7 @@ def _table(content: bytes, path: Path, form: Form) -> Table:
             if separator == "," and form.needed > 1:
                 _refuse_doubt(content, len(cells), path, form)
             _refuse_half_header(cells, f"{path}:{line}", form)
-            return _said(Table(text, mark, form.columns[: len(cells)], line), separator, (), path)
+            return _said(Table(text, mark, form.columns[: len(cells)], line), separator, ())
     line, cells = next(_rows(content, ",", path))
     raise DataError(f"{path}:{line}: {len(cells)} columns; rows are {form}")
 
@@ -152,7 +152,7 @@ def _header(content: bytes, separator: str, path: Path, form: Form) -> Table | N
             raise DataError(f"{path}:{line}: column {_short(cell.strip().lower())} is not known; leave only {form}")
         if names.count(name) > 1:
             raise DataError(f"{path}:{line}: column {name!r} stands there twice; leave one")
-    return _said(Table(text, mark, tuple(name for name in names if name), line + 1), separator, cells, path)
+    return _said(Table(text, mark, tuple(name for name in names if name), line + 1), separator, cells)
 
 
 def _column(cell: str, form: Form) -> str | None:
@@ -192,19 +192,19 @@ def _refuse_half_header(cells: list[str], where: str, form: Form) -> None:
         raise DataError(f"{where}: the header names {' and '.join(found)} and no {missing[0]}; call its column {missing[0]}")
 
 
-def _said(table: Table, separator: str, cells: Sequence[str], path: Path) -> Table:
-    """The log has what was taken for what, where that is not plain."""
+def _said(table: Table, separator: str, cells: Sequence[str]) -> Table:
+    """The table with a note of what was taken for what, where that is not plain."""
     pairs = [(cell.strip(), name) for cell, name in zip(cells, table.columns, strict=False)]
-    if separator != "," or any(cell.lower() != name for cell, name in pairs):
-        taken = [name if cell.lower() == name else f"{cell} ({name})" for cell, name in pairs] or list(table.columns)
-        shown = {",": "commas", "\t": "tabs", ";": "semicolons"}.get(separator, separator)
-        log.info("%s: columns %s, separated by %s", path.name, ", ".join(taken), shown)
-    return table
+    if separator == "," and all(cell.lower() == name for cell, name in pairs):
+        return table
+    taken = [name if cell.lower() == name else f"{cell} ({name})" for cell, name in pairs] or list(table.columns)
+    shown = {",": "commas", "\t": "tabs", ";": "semicolons"}.get(separator, separator)
+    return table._replace(said=f"columns {', '.join(taken)}, separated by {shown}")
 
 
 def _read_fast(table: Table) -> dict[str, np.ndarray] | None:
     """The columns, or None if anything is out of the ordinary: then the exact reader decides, and says where."""
-    content, separator, names, first_row = table
+    content, separator, names, first_row, _ = table
     # Arrow reads 0x10 as a number
     if any(mark in content for mark in (b'"', b"\0", b"0x", b"0X")) or content.count(b"\r") != content.count(b"\r\n"):
         return None
@@ -239,7 +239,7 @@ def _read_fast(table: Table) -> dict[str, np.ndarray] | None:
 
 def _read_exactly(table: Table, path: Path) -> dict[str, np.ndarray]:
     """The columns, row by row, with an error that names the line."""
-    content, separator, names, first_row = table
+    content, separator, names, first_row, _ = table
     cells: dict[str, list] = {name: [] for name in names}
     for line, row in _rows(content, separator, path):
         if line < first_row:
