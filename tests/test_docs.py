@@ -20,7 +20,7 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglo
 PAGE_NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 ROOMS = "fedbench|algorithms|datasets|sweeps|tests|docs"
 
-OTHERS = r"ray|python -m mlflow|python -m pip"
+OTHERS = r"chromium|ray|python -m mlflow|python -m pip"
 """commands whose flags are not ours"""
 
 PARSERS = {"report": report.parser, "recommend": recommend.parser, "evaluate": measure.parser, "log-model": log_model.parser}
