@@ -393,7 +393,8 @@ def conclude(progress: Progress, parent: Parent | None, argv: Sequence[str], ran
     if parent:
         parent.tidy(*progress.folders())
         link = parent.view(progress.what.axes) if done else None
-        parent.note([line for line in table.splitlines() if line.startswith("best on validation")], table, link)
+        best = [line for line in table.splitlines() if line.startswith("best on validation")]
+        parent.note(best, table.partition("\n\n")[2], link)  # without its heading
         axes = {key: ",".join(map(str, values)) for key, values in progress.what.axes.items()}
         fixed = {key: str(value) for key, value in progress.what.grids[0].fixed.items() if len(progress.what.grids) == 1}
         figures: dict[str, float] = {"points": len(progress.entries), "points_finished": len(done), "points_failed": len(failed)}

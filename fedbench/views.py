@@ -45,7 +45,7 @@ MOST_KEYS = 6
 """settings in the name of a group"""
 BESIDE = ("hr_10", "full_ndcg_10", "mae")
 """test metrics beside the leading one, where no setting is a number"""
-LINES = 30
+LINES = 20
 """runs and groups that a list can show without scrolling"""
 NO_SETTINGS = {*NOT_HASHED, *REPLICATES, *SHORT, "mlflow"}
 """params that no group is made by: they move no result, are averaged over, or have a short name too"""
