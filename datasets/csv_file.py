@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 
 from datasets.rows import assemble_coded
+from fedbench import files, text
 from fedbench.data import DatasetOptions, Interactions
 from fedbench.errors import DataError
 
@@ -100,9 +101,7 @@ def _read(path: Path, form: Form) -> bytes:
     try:
         if path.is_dir():
             raise DataError(f"{path} is a folder; give the path of a CSV file in it")
-        if path.exists() and not path.is_file():
-            raise DataError(f"{path} is not a regular file; give the path of a CSV file")
-        content = path.read_bytes()
+        content = files.read_bytes(path)
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file; give the path of a CSV file with columns {form}") from error
     except (OSError, ValueError) as error:
@@ -279,7 +278,7 @@ def _value(name: str, cell: str, where: str) -> str | float | int:
     needs = "ratings are numbers such as 4.5" if name == "rating" else "times are whole seconds such as 978300760"
     hint = f"{needs} (a header line must name the columns)" if where.endswith(":1") else needs
     try:
-        number = float(cell)
+        number = text.number(cell)
         exact = number if name == "rating" else _whole(cell)
     except (ValueError, OverflowError) as error:
         raise DataError(f"{where}: {name} {_short(cell)} is not a number; {hint}") from error
@@ -293,9 +292,9 @@ def _value(name: str, cell: str, where: str) -> str | float | int:
 def _whole(cell: str) -> int:
     """Seconds; a fraction is cut off."""
     try:
-        return int(cell)
+        return text.whole(cell)
     except ValueError:
-        number = float(cell)
+        number = text.number(cell)
         return math.floor(number) if math.isfinite(number) else 0
 
 

@@ -13,6 +13,7 @@ import pandas as pd
 from fedbench.data import Interactions
 from fedbench.errors import DataError
 from fedbench.sources import Fetched
+from fedbench.text import number, whole
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,15 @@ class RowFormat:
         if not content.strip():
             raise DataError(f"{origin} is empty; get the file anew")
         separator = self.separator.encode() if self.separator else None
-        for number, line in enumerate(content.splitlines(), start=1):
+        for place, line in enumerate(content.splitlines(), start=1):
             cells = line.split(separator)
             if len(cells) != len(self.columns):
                 names = ", ".join(name for name, _ in self.columns)
-                raise DataError(f"{origin}:{number}: {len(cells)} columns where {len(self.columns)} belong ({names}); get the file anew")
+                raise DataError(f"{origin}:{place}: {len(cells)} columns where {len(self.columns)} belong ({names}); get the file anew")
             for cell, (name, kind) in zip(cells, self.columns, strict=True):
                 if not _is_number(cell, kind):
                     text = cell[:40].decode("utf-8", "replace")
-                    raise DataError(f"{origin}:{number}: {name} {text!r} is not a number; get the file anew")
+                    raise DataError(f"{origin}:{place}: {name} {text!r} is not a number; get the file anew")
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ class TitleFormat:
 
     def check(self, content: bytes, origin: str) -> None:
         """Raise DataError at the first line that is not written so."""
-        for number, line in enumerate(content.decode("latin-1").splitlines(), start=1):
+        for place, line in enumerate(content.decode("latin-1").splitlines(), start=1):
             cells = line.split(self.separator)
-            if len(cells) < 2 or not _is_number(cells[0].encode(), int):
-                raise DataError(f"{origin}:{number}: a line is an item's number, {self.separator} and its title; get the file anew")
+            if len(cells) < 2 or not _is_number(cells[0].encode("latin-1"), int):
+                raise DataError(f"{origin}:{place}: a line is an item's number, {self.separator} and its title; get the file anew")
 
     def named(self, data: Interactions, file: Fetched | None) -> Interactions:
         """The same data with its items' titles, if there is a file of them; an item that the file does not know has none."""
@@ -124,6 +125,7 @@ def latest_rows(user: np.ndarray, item: np.ndarray, time: np.ndarray | None) -> 
 
 def _is_number(cell: bytes, kind: type) -> bool:
     try:
-        return math.isfinite(kind(cell))
+        word = cell.decode("ascii")
+        return math.isfinite(whole(word) if kind is int else number(word))
     except (ValueError, OverflowError):
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from fedbench.errors import UsageError
 from fedbench.lock import alone
 from fedbench.registry import register_dataset
 from fedbench.sources import cache_folder
+from fedbench.store import free_memory
 
 RANK = 6
 TASTE = 3.0
@@ -69,6 +71,25 @@ def load(options: DatasetOptions) -> Interactions:
     )
 
 
+def _refuse_too_large(options: DatasetOptions, folder: Path) -> None:
+    """Raise before anything is drawn if the generator cannot hold what it works with, or its folder the rows."""
+    users, items, mean = options.users, options.items, options.interactions
+    chunk = min(users, CHUNK_USERS) * mean
+    for what, needed, free in (
+        ("memory", 8 * (4 * users + (2 * RANK + 4) * items) + 48 * chunk, free_memory()),
+        (f"room in {folder}", users * mean * sum(np.dtype(kind).itemsize for kind in COLUMNS.values()), _room(folder)),
+    ):
+        if needed > free:
+            size = f"{users:,} users with {mean:,} of {items:,} items each take about {needed / 1e9:,.1f} GB"
+            raise UsageError(f"synthetic: {size}, and {free / 1e9:,.1f} GB of {what} are free; lower --users, --items or --interactions")
+
+
+def _room(folder: Path) -> float:
+    """Bytes that are free on the disk of a folder, which need not be there yet."""
+    there = next((place for place in folder.absolute().parents if place.is_dir()), Path("/"))
+    return float(shutil.disk_usage(there).free)
+
+
 def _counts(rng: np.random.Generator, options: DatasetOptions) -> np.ndarray:
     """[U] how many interactions each user has."""
     extra = rng.gamma(2.0, (options.interactions - MIN_INTERACTIONS) / 2, size=options.users)
@@ -113,6 +134,7 @@ def _large(options: DatasetOptions) -> Interactions:
     folder = cache_folder(options) / "synthetic" / f"{options.users}-{options.items}-{options.interactions}-{options.data_seed}"
     with alone(folder.with_suffix(".lock"), patience=3600):
         if not (folder / DONE).exists():
+            _refuse_too_large(options, folder)
             _generate(options, folder)
     columns = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in (*COLUMNS, "item_ids")}
     return Interactions(

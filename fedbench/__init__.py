@@ -1,8 +1,12 @@
 """fedbench: personalised federated recommendation, benchmarked honestly and fast."""
 
+import atexit
 import hashlib
 import os
+import shutil
+import stat
 import sys
+import tempfile
 from pathlib import Path
 
 __version__ = "0.1.0"
@@ -16,7 +20,7 @@ if sys.version_info < (3, 11):  # noqa: UP036
 
 
 def compiled_kernels() -> Path:
-    """Where compiled kernels are kept: a folder for these very sources.
+    """Where compiled kernels are kept: a folder for these very sources, beside them or, where nothing can be written there, elsewhere.
 
     By itself numba looks at the file of a kernel alone: it would go on with one that calls what has changed in another file.
     """
@@ -25,10 +29,42 @@ def compiled_kernels() -> Path:
         text = file.read_bytes()
         if b"numba" in text:
             sources.update(text)
-    return here / "__pycache__" / f"kernels-{sources.hexdigest()[:16]}"
+    name = f"kernels-{sources.hexdigest()[:16]}"
+    user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    for place in (here / "__pycache__" / name, Path(user) / "fedbench" / name):
+        if _is_usable(place):
+            return place
+    return _own_temporary_folder() / name
+
+
+def _is_usable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        return False
+
+
+def _own_temporary_folder() -> Path:
+    """This user's alone, for what numba finds in its cache it runs; where somebody has taken its name, one for this process."""
+    folder = Path(tempfile.gettempdir()) / f"fedbench-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+            return folder
+    except FileExistsError:
+        pass
+    folder = Path(tempfile.mkdtemp(prefix="fedbench-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 # Both must be set before torch and numba are imported.
 # Threads that wait should sleep, not spin: on a machine with other work, spinning costs several times the work itself.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("NUMBA_CACHE_DIR", str(compiled_kernels()))
+if "NUMBA_CACHE_DIR" not in os.environ:
+    try:
+        os.environ["NUMBA_CACHE_DIR"] = str(compiled_kernels())
+    except OSError:  # the commands say so
+        os.environ["NUMBA_CACHE_DIR"] = ""

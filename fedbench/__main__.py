@@ -10,6 +10,7 @@ from fedbench import __version__
 from fedbench.cli import guard, require_packages
 from fedbench.errors import UsageError
 from fedbench.hints import nearest
+from fedbench.text import say
 
 COMMANDS = {
     "train": ("fedbench.cli:train", "one run, as train.py"),
@@ -34,16 +35,16 @@ python -m fedbench COMMAND --help shows a command's flags."""
 def dispatch(argv: list[str]) -> int:
     """Hand the rest of the command line to the command's own module, which only now is imported."""
     if not argv:
-        print(USAGE, file=sys.stderr)
+        say(USAGE, file=sys.stderr)
         return UsageError.exit_code
     name, *rest = argv
     if name in ("-h", "--help", "help") and not rest:
-        print(USAGE)
+        say(USAGE)
         return 0
     if name == "help":  # help audit, as git and others have it
         name, rest = rest[0], ["--help"]
     if name == "--version":
-        print(f"fedbench {__version__}")
+        say(f"fedbench {__version__}")
         return 0
     if name not in COMMANDS:
         near = nearest(name, COMMANDS)

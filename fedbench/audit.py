@@ -16,6 +16,7 @@ from fedbench.evaluate import ranking_metrics
 from fedbench.federation import Federation
 from fedbench.run import prepare
 from fedbench.split import Split, sample_round
+from fedbench.text import say
 from fedbench.tracking import setup_logging
 
 CANARIES = ("random", "local")
@@ -44,7 +45,7 @@ class Check(NamedTuple):
 def main(argv: list[str]) -> int:
     """0 if every check passes, 1 otherwise."""
     if {"-h", "--help"} & set(argv):
-        print(HELP)
+        say(HELP)
         return 0
     if any(word.split("=")[0] == "--algo" for word in argv):
         raise UsageError(f"audit takes no --algo: it runs its canaries, {' and '.join(CANARIES)}")
@@ -53,13 +54,13 @@ def main(argv: list[str]) -> int:
     split, data = prepare(canaries[0].dataset, canaries[0].protocol, canaries[0].data)
     rounds = canaries[1].algorithm.rounds if any(word.split("=")[0] == "--rounds" for word in argv) else ROUNDS
     about = f"audit of {data.name}, protocol {split.protocol.name} [{split.fingerprint}]: {split.clients:,} clients, {split.items:,} items"
-    print(fitted(about))
+    say(fitted(about))
     failed = False
     for check in checks(split, canaries, rounds):
         failed |= not check.passed
-        print(fitted(f"  {'ok  ' if check.passed else 'LEAK'}  {check.name}: {check.figures}"))
+        say(fitted(f"  {'ok  ' if check.passed else 'LEAK'}  {check.name}: {check.figures}"))
         sys.stdout.flush()
-    print("LEAK: numbers under this protocol are inflated" if failed else "clean: no leak found")
+    say("LEAK: numbers under this protocol are inflated" if failed else "clean: no leak found")
     return int(failed)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from fedbench import config, fused, pool, registry
+from fedbench import config, files, fused, pool, registry
 from fedbench.central import Central
 from fedbench.console import columns, fitted
 from fedbench.draw import Draw
@@ -28,12 +28,14 @@ from fedbench.errors import FedbenchError, UsageError
 from fedbench.evaluate import metrics_of
 from fedbench.exposure import exposure
 from fedbench.federation import Federation, world_of
+from fedbench.files import write_json
 from fedbench.layers import DIVIDE, FAST, zeros
 from fedbench.results import peak_rss_mb
 from fedbench.run import check_cohort, choose_device, prepare, set_threads
 from fedbench.split import Held, Samples, Split
 from fedbench.store import draw_for
-from fedbench.tracking import environment, setup_logging, write_json
+from fedbench.text import say
+from fedbench.tracking import environment, setup_logging
 
 Clock = Callable[[], float]
 Figures = dict[str, Any]
@@ -82,7 +84,7 @@ example: python -m fedbench bench --algo fedem --dataset filmtrust
 
 def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
-        print(HELP)
+        say(HELP)
         return 0
     try:
         mine, rest = parser().parse_known_args(argv)
@@ -99,10 +101,10 @@ def main(argv: list[str]) -> int:
         figures, failed = every(rest, mine)
     else:
         figures, failed = [measure(first_run(rest), mine.loop_clients, mine.state_mb)], False
-        print(fitted(render(figures[0])))
+        say(fitted(render(figures[0])))
         write(mine.json, figures)
     if before:
-        print(compared(figures, before))
+        say(compared(figures, before))
     return int(failed)
 
 
@@ -115,8 +117,8 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument(name, type=lambda words: words.split(","), default=None)
     for name in ("--json", "--compare", "--plot"):
         made.add_argument(name, type=Path, default=None)
-    made.add_argument("--loop-clients", type=int, default=None)
-    made.add_argument("--state-mb", type=float, default=None)
+    made.add_argument("--loop-clients", type=config.whole_number, default=None)
+    made.add_argument("--state-mb", type=config.number, default=None)
     return made
 
 
@@ -154,16 +156,16 @@ def every(flags: Sequence[str], mine: argparse.Namespace) -> tuple[list[Figures]
     pairs = [(algo, dataset) for dataset in mine.datasets or DATASETS for algo in mine.algos or registry.algorithms()]
     figures: list[Figures] = []
     failed = False
-    print(heading(), flush=True)
+    say(heading())
     points = [[*flags, *bounds, "--algo", algo, "--dataset", dataset] for algo, dataset in pairs]
     for (algo, dataset), (code, found) in zip(pairs, in_processes(points), strict=True):
         if isinstance(found, str):
             failed |= code != UsageError.exit_code
             why = "does not fit" if code == UsageError.exit_code else "failed"
-            print(fitted(f"{algo:<13} {dataset:<10} {why}: {found}"), flush=True)
+            say(fitted(f"{algo:<13} {dataset:<10} {why}: {found}"))
             continue
         figures.append(found)
-        print(line(found), flush=True)
+        say(line(found))
         write(mine.json, figures)
     if not figures and not failed:
         raise UsageError("bench --all: these flags fit no algorithm; leave out those that only some of them know")
@@ -503,7 +505,7 @@ def processor() -> str:
 
 def read(file: Path) -> list[Figures]:
     try:
-        figures = json.loads(file.read_text(encoding="utf-8"))["figures"]
+        figures = json.loads(files.read_text(file))["figures"]
         return [one for one in figures if one.keys() >= {"algo", "dataset", "protocol", "threads", "clients", "round", "parts"}]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"--compare {file}: no figures there; give a file that bench --json wrote") from None

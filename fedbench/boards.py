@@ -17,6 +17,7 @@ from fedbench import significance
 from fedbench.config import NOT_HASHED
 from fedbench.errors import DataError, UsageError
 from fedbench.evaluate import client_metrics
+from fedbench.folder import FLOOR, read_clients, read_settings, read_summary
 from fedbench.mirror import read_lines
 from fedbench.results import over_folds
 from fedbench.significance import bounds
@@ -63,13 +64,6 @@ RATING = (
     Metric("mae", "MAE", "mae_test", lower=True),
     Metric("accuracy", "accuracy", "accuracy_test"),
 )
-
-
-FLOOR = {
-    **{"rank_test": "rank_popularity", "full_rank_test": "full_rank_popularity"},
-    **{"mse_test": "mse_means", "mae_test": "mae_means", "accuracy_test": "accuracy_means"},
-}
-"""the column that holds the same of what every method must beat"""
 
 
 @dataclass(frozen=True)
@@ -287,38 +281,16 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
 
 def read_run(folder: Path) -> Run:
     """One run's folder, checked."""
-    summary, settings = _read_object(folder / "summary.json"), _read_object(folder / "config.json")
-    for key in ("algo", "dataset", "protocol", "protocol_fingerprint", "leaky", "seed", "test"):
-        if key not in summary:
-            raise DataError(f"{folder / 'summary.json'}: has no {key!r}, so it is no run's summary; run it again or leave the folder out")
-    path = folder / "per_client.parquet"
+    path = folder / "summary.json"
+    summary, settings = read_summary(folder), read_settings(folder)
+    if not summary:
+        raise DataError(f"{path}: is empty; run it again or leave the folder out")
+    run = Run(folder, settings, summary, read_clients(folder), read_lines(folder / "metrics.jsonl"), path.stat().st_mtime)
     try:
-        clients = pd.read_parquet(path)
-        rounds = read_lines(folder / "metrics.jsonl")
-    except FileNotFoundError:
-        raise DataError(f"{path}: is missing; run it again or leave the folder out") from None
-    except (OSError, ValueError) as error:  # pyarrow's and json's own errors are ValueErrors
-        raise DataError(f"{folder}: cannot be read ({str(error).splitlines()[0]}); run it again or leave the folder out") from None
-    ranking = "rank_test" in clients
-    columns = {
-        "user",
-        "train_items",
-        *(metric.column for metric in (RANKING if ranking else RATING)),
-        *(() if ranking else ["ratings_test"]),
-    }
-    if missing := sorted(columns - set(clients.columns)):
-        raise DataError(f"{path}: has no column {missing[0]}; run it again or leave the folder out")
-    return Run(folder, settings, summary, clients, rounds, (folder / "summary.json").stat().st_mtime)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); run it again or leave the folder out") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{path}: must hold an object, not a {type(value).__name__}; run it again or leave the folder out")
-    return value
+        _ = run.fingerprint
+    except (TypeError, ValueError, KeyError) as error:
+        raise DataError(f"{path}: protocol_fields are no protocol's ({error}); run it again or leave the folder out") from None
+    return run
 
 
 def keep(runs: Sequence[Run], prefixes: Sequence[str]) -> list[Run]:

@@ -17,6 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Bbox
 
 from fedbench.figures import CHANCE, LEAK, LOSS
+from fedbench.text import shown
 
 COLORS = ("#1f6fb4", "#d9730d", "#1a8a5a", "#b0368c", "#6b4fbb", "#8c6d1f", "#2aa0b8", "#c0392b")
 INK, PAPER, GRID = "#1c2430", "#ffffff", "#e6e6e6"
@@ -274,8 +275,3 @@ def _legend(figure: Figure, count: int) -> None:
 def _short(text: str, most: int = 34) -> str:
     text = shown(text)  # else a control character would make a broken SVG
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def shown(text: object, keep: str = "") -> str:
-    """Text without control characters, escapes or marks that turn the direction of writing: each is spelt out, but those to `keep`."""
-    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in str(text))

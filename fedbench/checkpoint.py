@@ -16,6 +16,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from fedbench import files
 from fedbench.errors import FedbenchError, UsageError
 from fedbench.store import Picked
 
@@ -116,21 +118,18 @@ def save(out: Path, name: str, facts: dict[str, Any], tensors: Mapping[str, Tens
     """Write the state `name` of the run in `out`; returns its size in bytes. The states before stay as they are."""
     folder = out / FOLDER
     try:
-        folder.mkdir(exist_ok=True)
+        files.make_folder(folder)
         part, place = folder / f"{name}.safetensors.part", folder / f"{name}.safetensors"
         digest = save_file(tensors, part)
         _sync(part)
         (folder / f"{name}.json").unlink(missing_ok=True)  # it vouches for the tensors that are replaced now
         part.replace(place)
         vouched = {"facts": facts, "tensors": digest}
-        part = folder / f"{name}.json.part"
-        part.write_text(json.dumps({**vouched, "sha256": _digest(vouched)}), encoding="utf-8")
-        _sync(part)
-        part.replace(folder / f"{name}.json")
+        files.write_text(folder / f"{name}.json", json.dumps({**vouched, "sha256": _digest(vouched)}))
         _sync(folder)
         return place.stat().st_size
     except OSError as error:
-        for leftover in folder.glob("*.part"):
+        for leftover in [] if folder.is_symlink() else folder.glob("*.part"):
             leftover.unlink()
         before = rounds(out)
         intact = f"the checkpoint of round {before[0]} is intact" if before else "there is none before it"
@@ -157,10 +156,7 @@ def rename(out: Path, name: str, to: str) -> int:
             os.link(tensors, place)
         except OSError:  # a file system without links
             shutil.copyfile(tensors, place)
-        vouched = out / FOLDER / f"{to}.json.part"
-        vouched.write_bytes(tensors.with_suffix(".json").read_bytes())
-        _sync(vouched)
-        vouched.replace(place.with_suffix(".json"))
+        files.write_text(place.with_suffix(".json"), files.read_text(tensors.with_suffix(".json")))
         _sync(out / FOLDER)
         return place.stat().st_size
     except OSError as error:
@@ -170,17 +166,18 @@ def rename(out: Path, name: str, to: str) -> int:
 def prune(out: Path, keep: int) -> None:
     """Remove all rounds' states but the newest `keep`, and what writes that were cut short left behind; with none, the best one's too."""
     stays = {f"round-{round_}" for round_ in rounds(out)[:keep]} | ({MODEL, BEST} if keep else {MODEL})
-    files = list((out / FOLDER).glob("*"))
-    gone = [file for file in files if file.suffix == ".part" or file.stem not in stays]
+    there = [] if (out / FOLDER).is_symlink() else [file for file in (out / FOLDER).glob("*") if not file.is_dir()]
+    gone = [file for file in there if file.suffix == ".part" or file.stem not in stays]
     for file in gone:
         file.unlink()
-    if len(gone) == len(files) and (out / FOLDER).is_dir():
-        (out / FOLDER).rmdir()
+    if len(gone) == len(there) and (out / FOLDER).is_dir() and not (out / FOLDER).is_symlink():
+        with suppress(OSError):  # somebody else's folder is in it
+            (out / FOLDER).rmdir()
 
 
 def rounds(out: Path) -> list[int]:
     """Rounds whose state is there, whole or not, newest first."""
-    found = [re.fullmatch(r"round-(\d+)\.json", path.name) for path in (out / FOLDER).glob("round-*.json")]
+    found = [re.fullmatch(r"round-(\d{1,18})\.json", path.name, re.ASCII) for path in (out / FOLDER).glob("round-*.json")]
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
@@ -198,7 +195,7 @@ def read(out: Path, name: str) -> State:
     """The state `name`, its checksums verified."""
     path = out / FOLDER / f"{name}.json"
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = json.loads(files.read_text(path))
         vouched = {"facts": dict(said["facts"]), "tensors": said["tensors"]}
         if said["sha256"] != _digest(vouched):
             raise ValueError("its checksum is wrong")
@@ -225,7 +222,7 @@ def save_file(tensors: Mapping[str, Tensor | Picked], path: Path) -> str:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
-    with path.open("wb") as file:
+    with files.created(path) as file:
         for part in (len(text).to_bytes(8, "little"), text):
             file.write(part)
             digest.update(part)
@@ -252,6 +249,7 @@ def _digest(value: Any) -> str:
 
 
 def _file_digest(path: Path) -> str:
+    files.refuse_special(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

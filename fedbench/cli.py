@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from fedbench import __version__
 from fedbench.console import fitted
 from fedbench.errors import DISK_FULL, DataError, FedbenchError, UsageError
+from fedbench.text import prepare_output, say
 
 Command = Callable[[list[str]], int]
 
@@ -73,10 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(argv: list[str]) -> int:
     """What `main` does, with errors raised."""
     if "--version" in argv:
-        print(f"fedbench {__version__}")
+        say(f"fedbench {__version__}")
         return 0
     if argv[:1] in (["-h"], ["--help"]) and len(argv) == 1:
-        print(HELP, end="")
+        say(HELP.rstrip("\n"))
         return 0
     require_packages()
     from fedbench import config
@@ -86,9 +87,9 @@ def train(argv: list[str]) -> int:
         return 0
     request = config.parse(argv)
     if request.list:
-        print(listing())
+        say(listing())
     elif request.print_config:
-        print(json.dumps(request.shown(), indent=2))
+        say(json.dumps(request.shown(), indent=2))
     else:
         from fedbench.run import run, run_several
 
@@ -100,7 +101,9 @@ def train(argv: list[str]) -> int:
 
 
 def require_packages() -> None:
-    """Raise UsageError if this Python is not the one that `make setup` prepares."""
+    """Raise UsageError if this Python is not the one that `make setup` prepares, or has no place for compiled kernels."""
+    if not os.environ.get("NUMBA_CACHE_DIR"):
+        raise UsageError("compiled kernels can be kept nowhere: set NUMBA_CACHE_DIR to a folder that can be written")
     missing = [name for name in PACKAGES if name not in sys.modules and find_spec(name) is None]
     if missing:
         line = shlex.join([".venv/bin/python", *sys.orig_argv[1:]])
@@ -111,7 +114,7 @@ def show_list(argv: list[str]) -> int:
     """`python -m fedbench list`"""
     if argv:
         raise UsageError(f"list takes no flags, but was given {argv[0]!r}")
-    print(listing())
+    say(listing())
     return 0
 
 
@@ -121,9 +124,7 @@ def fetch(argv: list[str]) -> int:
     from fedbench.data import DatasetOptions
 
     if argv and argv[0] in ("-h", "--help"):
-        print(
-            "usage: python -m fedbench fetch DATASET [DATASET ...]\n\nBrings datasets into the cache, so that later runs need no network."
-        )
+        say("usage: python -m fedbench fetch DATASET [DATASET ...]\n\nBrings datasets into the cache, so that later runs need no network.")
         return 0
     if not argv or any(word.startswith("-") for word in argv):
         raise UsageError("fetch takes names of datasets, such as `fetch filmtrust ml-1m`; `list` shows them")
@@ -132,7 +133,7 @@ def fetch(argv: list[str]) -> int:
         with suppress(DataError):
             load(DatasetOptions(ncf=True))  # --protocol ncf reads other files
         data = load(DatasetOptions())
-        print(f"{name}: {data.users:,} users, {data.items:,} items, {len(data.user):,} interactions from {data.source}")
+        say(f"{name}: {data.users:,} users, {data.items:,} items, {len(data.user):,} interactions from {data.source}")
     return 0
 
 
@@ -153,6 +154,7 @@ def listing() -> str:
 def guard(command: Command, argv: list[str]) -> int:
     """Run a command; whatever it raises becomes one line on stderr and an exit code."""
     debug = "--debug" in argv
+    prepare_output()
     try:
         code = _exit_code(command, argv)
         sys.stdout.flush()
@@ -195,10 +197,9 @@ def report_error(message: str, code: int, debug: bool = False, kind: str = "erro
         if not ranks.speaks():
             return code
     if debug:
-        traceback.print_exc()
-    line = " ".join(message.split())
+        say(traceback.format_exc().rstrip(), file=sys.stderr)
     begins = f"fedbench: {kind}: " if kind else "fedbench: "
-    print(begins + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line), file=sys.stderr)
+    say(begins + " ".join(message.split()), file=sys.stderr)
     return code
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from fedbench import hints, registry
+from fedbench import files, hints, registry, text, trust
 from fedbench import protocol as protocols
 from fedbench.algorithm import Algorithm
 from fedbench.central import Central
@@ -230,7 +230,7 @@ class Flag:
 def _read_int(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise TypeError
-    number = int(value)
+    number = text.whole(value) if isinstance(value, str) else value
     if abs(number) >= 2**63:
         raise OverflowError
     return number
@@ -239,7 +239,7 @@ def _read_int(value: object) -> int:
 def _read_float(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise TypeError
-    number = float(value)
+    number = text.number(value) if isinstance(value, str) else float(value)
     if not math.isfinite(number):
         raise ValueError
     return number
@@ -277,23 +277,26 @@ _METAVAR = {
 }
 
 
-def resolve(argv: Sequence[str]) -> RunConfig:
-    """The one run that the command line describes."""
-    configs = parse(argv).configs
+def resolve(argv: Sequence[str], names: str | None = None) -> RunConfig:
+    """The one run that the command line describes; `names` as for `parse`."""
+    configs = parse(argv, names).configs
     if len(configs) != 1:
         raise UsageError(f"expected one run, but the flags name {len(configs)}; use --seed, and --fold if folds are tested")
     return configs[0]
 
 
-def parse(argv: Sequence[str]) -> Request:
-    """Read the command line in two steps: first the algorithm, then all flags, that algorithm's own included."""
-    algo, cls, file, in_file = _named_algorithm(argv)
+def parse(argv: Sequence[str], names: str | None = None) -> Request:
+    """Read the command line in two steps: first the algorithm, then all flags, that algorithm's own included.
+
+    names: who names the algorithm, in words, if it is not the user's own command line: a file of Python must then be known, see `trust`.
+    """
+    algo, cls, file, in_file = _named_algorithm(argv, names)
     groups = flag_groups(cls)
     flags = {flag.key: flag for group in groups.values() for flag in group}
     hints.refuse_single_dash(argv, flags)
     given, unknown = _parser(algo, cls, groups).parse_known_args(argv)
     negated = [f"no_{key}" for key in flags if flags[key].item_kind is bool]
-    hints.refuse_unknown(unknown, [*flags, "config", "jobs", "list", "print_config", "help", "version", *negated], cls)
+    hints.refuse_unknown(unknown, [*flags, "config", "jobs", "list", "print_config", "trust_plugin", "help", "version", *negated], cls)
     if given.list:
         return Request([], list=True, print_config=False)
     on_line = {key: flags[key].read(value, flags[key].spelling) for key, value in vars(given).items() if key in flags}
@@ -307,17 +310,22 @@ def parse(argv: Sequence[str]) -> Request:
     return Request(_configs(cls, on_line, from_file), list=False, print_config=given.print_config, out=out, jobs=jobs)
 
 
-def _named_algorithm(argv: Sequence[str]) -> tuple[str | None, type[Algorithm] | None, str | None, dict[str, Any]]:
+def _named_algorithm(
+    argv: Sequence[str], names: str | None = None
+) -> tuple[str | None, type[Algorithm] | None, str | None, dict[str, Any]]:
     """The algorithm that the command line or its config file names, its class, and that file with its values."""
     first = Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--algo")
     first.add_argument("--config")
+    first.add_argument(trust.FLAG, action="store_true")
     early, _ = first.parse_known_args(argv)
     in_file = read_config(Path(early.config)) if early.config is not None else {}
     algo = early.algo if early.algo is not None else in_file.get("algo")
     if algo is not None and not isinstance(algo, str):
         raise UsageError(f"{early.config}: algo must be a word, not {algo!r}")
-    return algo, registry.algorithm(algo) if algo is not None else None, early.config, in_file
+    names = names or (f"--config {early.config}" if early.algo is None else None)
+    cls = registry.algorithm(algo, names is None, early.trust_plugin, names or "--algo") if algo is not None else None
+    return algo, cls, early.config, in_file
 
 
 def _configs(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[str, Any]) -> list[RunConfig]:
@@ -400,6 +408,8 @@ def _seeds(said: Mapping[str, Any]) -> tuple[int, ...]:
 def _one_a_seed_and_fold(config: RunConfig, seeds: tuple[int, ...]) -> list[RunConfig]:
     protocol = config.protocol
     folds = range(protocol.folds) if protocol.split == "kfold" and protocol.fold is None else (protocol.fold,)
+    if len(seeds) * len(folds) > MOST_SEEDS:
+        raise UsageError(f"{len(seeds):,} seeds and {len(folds):,} folds are {len(seeds) * len(folds):,} runs; {MOST_SEEDS:,} is the most")
     configs = [
         dataclasses.replace(config, seed=seed, protocol=dataclasses.replace(protocol, fold=fold)) for seed in seeds for fold in folds
     ]
@@ -424,7 +434,7 @@ def placed(configs: Sequence[RunConfig], parent: Path) -> list[RunConfig]:
 def _check(config: RunConfig) -> None:
     registry.dataset(config.dataset)
     Cadence.of(config.checkpoint_every)
-    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", config.device):
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,9})?", config.device, re.ASCII):
         raise UsageError(f"--device must be auto, cpu, cuda, cuda:<number> or mps, not {config.device!r}")
     if config.client_store not in STORES and not os.path.isdir(config.client_store):
         raise UsageError(f"--client-store must be auto, ram, mmap or a folder; there is no folder {config.client_store!r}")
@@ -553,7 +563,7 @@ def _refuse_odd(flag: Flag, cls: type) -> None:
 
 
 def _refuse_clashes(groups: Mapping[str, list[Flag]], cls: type[Algorithm] | None) -> None:
-    taken = {"help", "config", "list", "print_config", "jobs"}
+    taken = {"help", "config", "list", "print_config", "jobs", "trust_plugin"}
     for flag in (flag for group in groups.values() for flag in group):
         if flag.key in taken:
             raise UsageError(f"algorithm {cls.name if cls else ''}: its field {flag.key!r} is a flag of every run too; rename it")
@@ -562,6 +572,22 @@ def _refuse_clashes(groups: Mapping[str, list[Flag]], cls: type[Algorithm] | Non
 
 def _members(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def whole_number(word: str) -> int:
+    """A whole number of a command line, for argparse."""
+    try:
+        return text.whole(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, not {word!r}") from None
+
+
+def number(word: str) -> float:
+    """A number of a command line, for argparse."""
+    try:
+        return text.number(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, not {word!r}") from None
 
 
 class Parser(argparse.ArgumentParser):
@@ -594,6 +620,7 @@ def run_parser(command: str, usage: str, about: str, epilog: str) -> Parser:
     )
     made.add_argument("--run", type=Path, metavar="DIR", help="folder of a finished run")
     made.add_argument("--data-dir", type=Path, metavar="DIR", help="where the dataset is now (default: as in the run)")
+    made.add_argument(trust.FLAG, action="store_true", help=trust.HELP)
     made.add_argument("--debug", action="store_true", help="show tracebacks")
     return made
 
@@ -645,6 +672,7 @@ def _parser(algo: str | None, cls: type[Algorithm] | None, groups: Mapping[str, 
             _add(group, flag, cls)
         if title == "run":
             group.add_argument("--config", metavar="FILE", help="read flags from a .json or .toml file")
+            group.add_argument(trust.FLAG, action="store_true", default=False, help=trust.HELP)
             group.add_argument("--jobs", metavar="N", default=JOBS.default, help=JOBS.help)
             group.add_argument("--list", action="store_true", default=False, help="show algorithms and datasets, and end")
             group.add_argument(
@@ -689,8 +717,8 @@ def read_config(path: Path, flag: str = "--config") -> dict[str, Any]:
     if path.suffix not in (".json", ".toml"):
         raise UsageError(f"{flag} {path}: must end in .json or .toml")
     try:
-        text = path.read_bytes().decode("utf-8-sig")
-        values = json.loads(text, object_pairs_hook=_pairs) if path.suffix == ".json" else tomllib.loads(text)
+        content = files.read_bytes(path).decode("utf-8-sig")
+        values = json.loads(content, object_pairs_hook=_pairs) if path.suffix == ".json" else tomllib.loads(content)
     except OSError as error:
         raise UsageError(f"{flag} {path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -701,7 +729,7 @@ def read_config(path: Path, flag: str = "--config") -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         # 3.11 gives the line in the message only: "... (at line 2, column 5)" or "(at end of document)".
         found = re.search(r" \(at (?:line (\d+), .*|end of document)\)$", str(error))
-        line = int(found[1]) if found and found[1] else text.count("\n") + 1
+        line = int(found[1]) if found and found[1] else content.count("\n") + 1
         raise UsageError(f"{flag} {path}, line {line}: {str(error)[: found.start()] if found else error}") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{flag} {path}: {error}") from error

@@ -225,7 +225,7 @@ class Federation:
         clients = state["clients"].cpu() if "clients" in state else torch.arange(store.clients.start, store.clients.stop)
         store.overwrite(clients.numpy())
         for name, tensor in store.tensors.items():
-            _check_form(state[f"client/{name}"], (len(clients), *tensor.shape[1:]), tensor.dtype)
+            check_form(state[f"client/{name}"], (len(clients), *tensor.shape[1:]), tensor.dtype)
             for start in range(0, len(clients), at_once(tensor)):
                 some = slice(start, start + at_once(tensor))
                 tensor[store.place(clients[some])] = state[f"client/{name}"][some]
@@ -316,6 +316,7 @@ def finite(server: Tensors) -> Tensors:
     return server
 
 
-def _check_form(found: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def check_form(found: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise ValueError unless a tensor that was read has this shape and type."""
     if found.shape != shape or found.dtype != dtype:
         raise ValueError(f"{tuple(found.shape)} {found.dtype} where {shape} {dtype} belongs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+
+from fedbench.files import replacing
 
 HR, NDCG, LOSS, CHANCE, LEAK = "#1f6fb4", "#d9730d", "#3a3a3a", "#7a7a7a", "#c81e1e"
 RATED = (
@@ -24,6 +27,12 @@ SERIES = (
     ("test/ndcg_10", "test NDCG@10", NDCG, "-"),
     ("val/ndcg_10", "validation NDCG@10", NDCG, "--"),
 )
+
+
+def save(figure: Figure, path: Path) -> None:
+    """As a PNG file."""
+    with replacing(path) as file:
+        figure.savefig(file, format="png")
 
 
 def convergence(lines: Sequence[dict[str, Any]], leaky: bool, title: str, best_round: int | None = None, candidates: int = 100) -> Figure:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedbench import checkpoint, mirror
-from fedbench.config import RunConfig, read_config
+from fedbench import checkpoint, folder, mirror, text
+from fedbench.config import RunConfig
 from fedbench.console import fitted
-from fedbench.errors import UsageError
+from fedbench.errors import DataError, UsageError
 from fedbench.lock import claimed, remove_if_free
 from fedbench.results import final_table
 from fedbench.split import Split
-from fedbench.tracking import complete_copy, read_json
+from fedbench.tracking import complete_copy
 
 
 def find(out: Path, config: RunConfig, parts: Split | None = None) -> dict[str, Any] | None:
@@ -22,7 +22,7 @@ def find(out: Path, config: RunConfig, parts: Split | None = None) -> dict[str, 
     """
     if config.resume == "never" or not (out / "config.json").exists():
         return None
-    summary = read_json(out / "summary.json")
+    summary = folder.read_summary(out)
     if not summary or difference(out, config):
         return None
     digest = config.digest()
@@ -30,14 +30,14 @@ def find(out: Path, config: RunConfig, parts: Split | None = None) -> dict[str, 
         raise UsageError(
             f"--out {out}: the content of {config.algo} or {config.dataset} has changed since that run; start again with another --out"
         )
-    if parts and (summary["data_checksum"], summary["protocol_fingerprint"]) != (parts.checksum, parts.fingerprint):
+    if parts and (summary.get("data_checksum"), summary["protocol_fingerprint"]) != (parts.checksum, parts.fingerprint):
         raise UsageError(f"--out {out} holds a finished run on other data; start again with another --out")
     return summary
 
 
 def difference(out: Path, config: RunConfig) -> str:
     """The first flag in which the run in `out` differs, in words; empty if there is none. (Files count by their paths here.)"""
-    there, here = read_config(out / "config.json"), config.to_dict()
+    there, here = folder.read_settings(out), config.to_dict()
     for key in config.identity():
         if there.get(key) != here[key]:
             return f"that run has --{key.replace('_', '-')} {there.get(key)}, here it is {here[key]}"
@@ -46,12 +46,16 @@ def difference(out: Path, config: RunConfig) -> str:
 
 def say(out: Path, config: RunConfig, summary: dict[str, Any], parts: Split) -> None:
     """Tell the result again, and leave the folder as an undisturbed run would have."""
+    try:
+        table = final_table(summary, parts)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{out / 'summary.json'} is no summary of this run ({error}); start again with another --out") from None
     link = tidy(out, config)
-    print(f"finished: {out} holds this run's result, nothing is left to do")
-    print(fitted(final_table(summary, parts)))
-    print(f"folder  {out}")
+    text.say(f"finished: {out} holds this run's result, nothing is left to do")
+    text.say(fitted(table))
+    text.say(f"folder  {out}")
     if link:
-        print(f"charts  {link}")
+        text.say(f"charts  {link}")
 
 
 def skip(out: Path, config: RunConfig) -> bool:

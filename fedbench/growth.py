@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from fedbench.bench import Figures, in_processes, write
 from fedbench.errors import FedbenchError, UsageError
+from fedbench.text import say
 
 BASE = {"users": 8000, "clients-per-round": 500, "items": 500, "dim": 16}
 AXES = {
@@ -36,23 +37,23 @@ def growth(
     """Measure, print a table with fitted exponents, keep what is asked for."""
     points = [(axis, size) for axis, sizes in axes.items() for size in sizes]
     figures: list[Figures] = []
-    print(f"{'axis':<20}{'size':>10}" + "".join(f"{name:>10}" for name in QUANTITIES), flush=True)
+    say(f"{'axis':<20}{'size':>10}" + "".join(f"{name:>10}" for name in QUANTITIES))
     given = [[*flags, *sized({**base, axis: size}), "--loop-clients", "0"] for axis, size in points]
     for (axis, size), (code, found) in zip(points, in_processes(given), strict=True):
         if isinstance(found, str):
             if code != UsageError.exit_code or not figures:
                 raise (UsageError if code == UsageError.exit_code else FedbenchError)(f"bench --growth, {axis} {size}: {found}")
-            print(f"{axis:<20}{size:>10,}  does not fit: {found}", flush=True)
+            say(f"{axis:<20}{size:>10,}  does not fit: {found}")
             continue
         figures.append({**found, "axis": axis, "size": size, **quantities(found)})
-        print(f"{axis:<20}{size:>10,}" + "".join(f"{figures[-1][f'{name}_cost']:>10.4f}" for name in QUANTITIES), flush=True)
+        say(f"{axis:<20}{size:>10,}" + "".join(f"{figures[-1][f'{name}_cost']:>10.4f}" for name in QUANTITIES))
         write(file, figures)
-    print("\neach grows as the axis to the power of (least squares on logarithms)")
+    say("\neach grows as the axis to the power of (least squares on logarithms)")
     for axis in axes:
-        print(f"{axis:<30}" + "".join(f"{exponent(figures, axis, name):>10.2f}" for name in QUANTITIES))
+        say(f"{axis:<30}" + "".join(f"{exponent(figures, axis, name):>10.2f}" for name in QUANTITIES))
     if "clients-per-round" in axes:
-        print("\nwhat a round costs however few clients take part (where a straight line through the cohorts' costs begins)")
-        print(f"{'fixed':<30}" + "".join(f"{fixed(figures, 'clients-per-round', name):>10.4f}" for name in QUANTITIES))
+        say("\nwhat a round costs however few clients take part (where a straight line through the cohorts' costs begins)")
+        say(f"{'fixed':<30}" + "".join(f"{fixed(figures, 'clients-per-round', name):>10.4f}" for name in QUANTITIES))
     if plot:
         drawn(figures).savefig(plot, dpi=100)
     return 0

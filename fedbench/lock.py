@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fedbench import files
 from fedbench.errors import DISK_FULL, UsageError
 
 
@@ -18,7 +19,10 @@ def claimed(folder: Path) -> Iterator[None]:
     path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        files.refuse_links(folder)
         handle = _take(path)
+    except files.InTheWay as error:
+        raise UsageError(f"--out {folder}: {error}, or choose another folder") from None
     except BlockingIOError as error:
         raise UsageError(f"--out {folder} is in use by {error}; wait for it or choose another folder") from None
     except (FileExistsError, NotADirectoryError):
@@ -62,7 +66,7 @@ def remove_if_free(path: Path) -> None:
 def _take(path: Path) -> int:
     """The open and locked file; BlockingIOError names the process that holds it."""
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = files.opened(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             # a lock of the process, not of the open file: children do not inherit it
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -13,6 +13,7 @@ import numpy as np
 from fedbench import config, mirror, model
 from fedbench.errors import FedbenchError
 from fedbench.model import Model
+from fedbench.text import say
 from fedbench.tracking import mlflow_run_of, setup_logging
 
 ROOT = Path(__file__).parents[1]
@@ -36,14 +37,14 @@ def parser() -> config.Parser:
 def main(argv: list[str]) -> int:
     given = parser().read(argv)
     setup_logging(quiet=True, debug=given.debug)
-    loaded = model.load(given.run, given.data_dir)
+    loaded = model.load(given.run, given.data_dir, given.trust_plugin)
     uri = log_model(loaded, given.run, given.register)
-    print(f"model  {uri}\n")
+    say(f"model  {uri}\n")
     # MLflow starts its web server by name, so the folder of the programs must be on the path
     where = f"PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH MLFLOW_TRACKING_URI={shlex.quote(mirror.tracking_uri())}"
-    print(f"{where} mlflow models serve -m {uri} --env-manager local --host 127.0.0.1 --port 5001")
+    say(f"{where} mlflow models serve -m {uri} --env-manager local --host 127.0.0.1 --port 5001")
     asked = f'{{"dataframe_records": [{{"user": "{loaded.split.user_ids[0]}", "k": 10}}]}}'
-    print(f"curl http://127.0.0.1:5001/invocations -H 'Content-Type: application/json' -d {shlex.quote(asked)}")
+    say(f"curl http://127.0.0.1:5001/invocations -H 'Content-Type: application/json' -d {shlex.quote(asked)}")
     return 0
 
 

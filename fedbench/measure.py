@@ -10,6 +10,7 @@ from fedbench.errors import UsageError
 from fedbench.evaluate import metrics_of, ranking_metrics
 from fedbench.recommend import ROUNDS_HELP
 from fedbench.results import metric_rows
+from fedbench.text import say
 from fedbench.tracking import setup_logging
 
 EPILOG = """--new-users needs a run that kept users out of training. They learn what is private to them from their own training items, with
@@ -25,7 +26,7 @@ COLUMNS = ("hr_10", "ndcg_10", "mrr", "full_hr_10", "full_ndcg_10", "rmse", "mae
 def parser() -> config.Parser:
     made = config.run_parser("evaluate", "[--new-users] [flags]", "Measure the model that a finished run kept.", EPILOG)
     made.add_argument("--new-users", action="store_true", help="also the users that the run kept out of training")
-    made.add_argument("--rounds", type=int, default=newcomers.ROUNDS, metavar="N", help=ROUNDS_HELP)
+    made.add_argument("--rounds", type=config.whole_number, default=newcomers.ROUNDS, metavar="N", help=ROUNDS_HELP)
     return made
 
 
@@ -34,9 +35,9 @@ def main(argv: list[str]) -> int:
     if given.rounds < 1:
         raise UsageError(f"--rounds must be at least 1, not {given.rounds}")
     setup_logging(quiet=True, debug=given.debug)
-    if given.new_users and not model.config_of(given.run).protocol.new_users:
+    if given.new_users and not model.config_of(given.run, given.trust_plugin).protocol.new_users:
         raise UsageError(f"--run {given.run}: all users were in training; train with --new-users 0.1 to keep a tenth of them out")
-    loaded = model.load(given.run, given.data_dir)
+    loaded = model.load(given.run, given.data_dir, given.trust_plugin)
     made, split = loaded.config, loaded.split
     store, answer = loaded.private(np.arange(split.clients)), made.algorithm.answer(loaded.server)
     mine = metrics_of(split, loaded.evaluator.outcome(store, answer))["test"]
@@ -47,6 +48,6 @@ def main(argv: list[str]) -> int:
         found = newcomers.metrics(loaded.engine, loaded.server, split.newcomers, given.rounds)
         rows.append((f"{split.newcomers.clients:,} new users", found))
     columns = [name for name in COLUMNS if name in mine]
-    print(fitted(f"{made.algo} on {made.dataset}, protocol {split.protocol.name} [{split.fingerprint}], test at round {loaded.round}"))
-    print("\n".join(metric_rows(rows, columns)))
+    say(fitted(f"{made.algo} on {made.dataset}, protocol {split.protocol.name} [{split.fingerprint}], test at round {loaded.round}"))
+    say("\n".join(metric_rows(rows, columns)))
     return 0

@@ -28,8 +28,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 from urllib.parse import urlsplit
 
-from fedbench.errors import FedbenchError, UsageError
+from fedbench import files
+from fedbench.errors import DataError, FedbenchError, UsageError
 from fedbench.lock import alone
+from fedbench.text import is_number
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -232,11 +234,24 @@ def _replaced(order: dict[str, Any]) -> bool:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last line that is not whole yet is left out."""
-    if not path.exists():
+    """The lines of a metrics.jsonl, one a round; a last line that is not whole yet is left out. DataError names a line that is none."""
+    try:
+        *lines, _ = files.read_bytes(path).split(b"\n")
+    except FileNotFoundError:
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror})") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            values = json.loads(line)
+            numbers = all(value is None or is_number(value) for value in values.values())
+            if not numbers or type(values["round"]) is not int or not 0 < values["round"] < 2**53:
+                raise ValueError("a round's numbers belong there")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise DataError(f"{path}, line {number}: not the line of a round ({files.reason(error)})") from None
+        found.append(values)
+    return found
 
 
 # ---- the store -------------------------------------------------------------------------------------------------------------
@@ -318,7 +333,7 @@ def mark_stale(client: MlflowClient, experiment_id: str) -> int:
     stale = 0
     for run in client.search_runs([experiment_id], mine, max_results=1000):
         pid = run.data.tags.get("pid", "")
-        if pid.isdigit() and not alive(int(pid), run.data.tags.get("pid_start", "")):
+        if pid.isdecimal() and pid.isascii() and not alive(int(pid), run.data.tags.get("pid_start", "")):
             client.set_terminated(run.info.run_id, "KILLED")
             stale += 1
     return stale
@@ -385,8 +400,8 @@ def finished_folders(experiment: str, scratch: Path) -> list[Path]:
 def _run_id(folder: Path) -> str | None:
     """The MLflow run that a folder is the original of."""
     try:
-        return json.loads((folder / "env.json").read_text(encoding="utf-8")).get("mlflow_run_id")
-    except (OSError, ValueError):
+        return files.read_json(folder / "env.json").get("mlflow_run_id")
+    except DataError:
         return None
 
 

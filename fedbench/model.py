@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,23 +17,24 @@ import numpy as np
 import pandas as pd
 import torch
 from numba import njit, prange
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fedbench import checkpoint, config, newcomers
+from fedbench import checkpoint, config, newcomers, trust
 from fedbench.algorithm import Tensors
 from fedbench.config import RunConfig
 from fedbench.draw import Draw
 from fedbench.engine import Engine
 from fedbench.errors import DataError, UsageError
 from fedbench.evaluate import Evaluator, trained_items
-from fedbench.federation import world_of
+from fedbench.federation import check_form, world_of
+from fedbench.files import read_json, write_json
 from fedbench.kept import beginning
 from fedbench.protocol import Protocol
 from fedbench.run import prepare
 from fedbench.split import NO_ITEMS, Split, sample_round
-from fedbench.store import ClientStore, SomeClients
-from fedbench.tracking import read_json, write_json
+from fedbench.store import ClientStore, SomeClients, draw_for
 
 TENSORS = "model.safetensors"
 NEW_USER = "new"
@@ -151,9 +153,9 @@ def _top(
         item[c, filled:] = -1
 
 
-def load(folder: Path, data_dir: Path | None = None) -> Model:
+def load(folder: Path, data_dir: Path | None = None, trust_plugin: bool = False) -> Model:
     """The model that a finished run kept, with the dataset that it was trained on."""
-    made, state = config_of(folder), saved_state(folder)
+    made, state = config_of(folder, trust_plugin), saved_state(folder)
     data_options = made.data if data_dir is None else replace(made.data, data_dir=data_dir)
     split, data = prepare(made.dataset, made.protocol, data_options)
     split = split.with_validation_in_training() if made.refit else split
@@ -163,11 +165,47 @@ def load(folder: Path, data_dir: Path | None = None) -> Model:
             raise DataError(f"--run {folder}: its {words} is {state.facts.get(key)}, of {made.dataset} here {here}; use the same data")
     if state.facts.get("algo") != made.identity()["algo"]:
         raise UsageError(f"--run {folder}: the content of {made.algo} has changed since that run; train again")
-    tensors = state.tensors("cpu")
+    tensors, round_ = checked(folder, made, split, state)
     position = {item: number for number, item in enumerate(data.item_ids)}
     names = None if data.item_names is None else data.item_names[[position[item] for item in split.item_ids]]
     server, store = beginning(tensors, "server/"), stored(made, split, tensors)
-    return Model(made, split, trained_items(split), names, server, store, int(state.facts["round"]))
+    found = Model(made, split, trained_items(split), names, server, store, round_)
+    with _named(folder, state):
+        next(found.best(np.arange(1), 1))
+    return found
+
+
+def checked(folder: Path, made: RunConfig, split: Split, state: checkpoint.State) -> tuple[Mapping[str, Tensor], int]:
+    """The tensors of a saved state and its round, if the forms are those of this run: a checksum is easily made for anything."""
+    algorithm, world = made.algorithm, world_of(split)
+    draw = Draw(made.seed, 0, None, torch.float64 if made.dtype == "float64" else torch.float32)
+    with _named(folder, state):
+        tensors, own = state.tensors("cpu"), algorithm.init_client(world, draw_for(draw, np.arange(1)))
+        clients = tensors["clients"] if "clients" in tensors else torch.arange(split.clients)
+        inside = (clients >= 0) & (clients < split.clients)
+        if clients.dtype != torch.int64 or not torch.equal(clients[inside].unique(), clients):
+            raise ValueError("clients are not those of the data")
+        for name, value in own.items():
+            check_form(tensors[f"client/{name}"], (len(clients), *value.shape[1:]), value.dtype)
+        for name, value in algorithm.init_server(world, draw).items():
+            check_form(tensors[f"server/{name}"], tuple(value.shape), value.dtype)
+        for name in algorithm.mailed:
+            slot, mail = tensors.get("server/slot"), tensors.get(f"server/{name}")
+            if slot is not None and mail is not None and (slot.shape != (split.clients,) or not -1 <= slot.min() <= slot.max() < len(mail)):
+                raise ValueError(f"slot leads outside of {name}")
+        if type(state.facts.get("round")) is not int:
+            raise ValueError("its round is no number")
+        return tensors, state.facts["round"]
+
+
+@contextmanager
+def _named(folder: Path, state: checkpoint.State) -> Iterator[None]:
+    """Errors that come of a state that does not fit name its file."""
+    try:
+        yield
+    except (SafetensorError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        said = " ".join(str(error).split())
+        raise DataError(f"--run {folder}: {state.path} does not fit this run ({said[:200]}); train again") from None
 
 
 def stored(made: RunConfig, split: Split, tensors: Mapping[str, Tensor]) -> ClientStore:
@@ -179,13 +217,13 @@ def stored(made: RunConfig, split: Split, tensors: Mapping[str, Tensor]) -> Clie
     return SomeClients(made.algorithm, world_of(split), draw, found, tensors["clients"].numpy())
 
 
-def config_of(folder: Path) -> RunConfig:
-    """What a run was told."""
+def config_of(folder: Path, trust_plugin: bool = False) -> RunConfig:
+    """What a run was told; a file of Python that it names runs as `trust` says."""
     if not os.path.isfile(folder / "config.json"):
         inside = sorted(path.parent.name for path in folder.glob("*/config.json")) if os.path.isdir(folder) else []
         hint = f"give one of the runs in it, such as {folder / inside[0]}" if inside else "give the folder of a finished run"
         raise UsageError(f"--run {folder}: there is no run (no config.json); {hint}")
-    return config.resolve(["--config", str(folder / "config.json")])
+    return config.resolve(["--config", str(folder / "config.json"), *([trust.FLAG] if trust_plugin else [])])
 
 
 def saved_state(folder: Path) -> checkpoint.State:

@@ -14,9 +14,11 @@ from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
-from fedbench.charts import Drawn, shown
+from fedbench.charts import Drawn
 from fedbench.errors import UsageError
-from fedbench.tracking import plain, write_text
+from fedbench.files import make_folder, replacing, write_text
+from fedbench.text import shown
+from fedbench.tracking import plain
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 
@@ -120,12 +122,14 @@ def write(page: Page, out: Path) -> Path:
     html, markdown = page.to_html(), page.to_markdown()
     facts = json.dumps(plain(page.facts), indent=2, allow_nan=False) + "\n"
     try:
-        (out / "figures").mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out / "figures")
         if (out / "report.html").exists():
             for old in (out / "figures").glob("*.png"):
                 old.unlink()
         for figure in drawn:
-            (out / "figures" / f"{figure.name}.png").write_bytes(figure.png)
+            with replacing(out / "figures" / f"{figure.name}.png") as file:
+                file.write(figure.png)
         for name, text in (("report.md", markdown), ("report.json", facts), ("report.html", html)):
             write_text(out / name, text)
     except OSError as error:
@@ -200,11 +204,11 @@ def _cell_md(cell: Cell) -> str:
 
 def _md(text: str) -> str:
     """Text that Markdown shows as it is, on one line."""
-    return re.sub(r"([\\`*\[\]|])", r"\\\1", " ".join(text.split())).replace("<", "&lt;")
+    return re.sub(r"([\\`*\[\]|])", r"\\\1", shown(" ".join(text.split()))).replace("<", "&lt;")
 
 
 def _aligned(table: Table) -> list[str]:
-    texts = [list(table.columns), *([cell.text for cell in row] for row in table.rows)]
+    texts = [list(map(shown, table.columns)), *([shown(cell.text) for cell in row] for row in table.rows)]
     widths = [max(len(row[column]) for row in texts) for column in range(len(table.columns))]
     return ["  ".join([row[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))]).rstrip()
             for row in texts]  # fmt: skip

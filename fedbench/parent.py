@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from fedbench import copier, mirror, study, tracking, views
+from fedbench import copier, files, mirror, study, tracking, views
 
 log = logging.getLogger("fedbench")
 
@@ -156,7 +156,7 @@ def join(folders: Collection[Path], experiment: str, folder: Path, summary: dict
     It is made when all of them are finished, so that none of them waits for MLflow.
     """
     name = f"{summary['algo']}-{summary['dataset']}-{summary['protocol']}"
-    told = {one: tracking.read_json(one / "summary.json") for one in folders}
+    told = {one: files.read_json(one / "summary.json") for one in folders}
     folds = {one: its["protocol_fields"]["fold"] for one, its in told.items()}
     parent = Parent(experiment, name, folder, kind="seeds")
     parent.adopt({one: f"{name}-s{its['seed']}" + ("" if folds[one] is None else f"-f{folds[one]}") for one, its in told.items()})

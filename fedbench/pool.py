@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedbench.tracking import write_json
+from fedbench import files
+from fedbench.files import write_json
 
 log = logging.getLogger("fedbench")
 
@@ -56,7 +57,8 @@ class Child(NamedTuple):
 def job(key: str, config: dict[str, Any], out: Path, work: Path, threads: int, **environment: str) -> Job:
     """One run of train.py into `out`, or going on with what is there; its config and its log are kept in `work`."""
     file = work / f"{key}.json"
-    work.mkdir(parents=True, exist_ok=True)
+    work.parent.mkdir(parents=True, exist_ok=True)
+    files.make_folder(work)
     # the command line says the rest
     write_json(file, {name: value for name, value in config.items() if name not in ("out", "resume", "threads", "quiet")})
     words = ["--config", str(file), "--out", str(out), "--resume", "auto", "--threads", str(threads), "--quiet"]
@@ -87,7 +89,7 @@ def run(jobs: Sequence[Job], at_once: int) -> Generator[Event, None, None]:
 
 
 def start(job: Job) -> subprocess.Popen[bytes]:
-    with job.log.open("wb") as log:
+    with files.created(job.log) as log:
         return subprocess.Popen(
             job.command,
             stdin=subprocess.DEVNULL,

@@ -15,7 +15,7 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedbench import mirror, pool
+from fedbench import files, mirror, pool
 from fedbench.errors import UsageError
 from fedbench.pool import Event
 
@@ -83,13 +83,13 @@ def imported() -> Any:
 def received(ray: Any, reference: Any, key: str, folder: Path) -> Event:
     """Put a task's files where the pool would have put them, all or none."""
     log = folder / "work" / f"{key}.log"
-    log.parent.mkdir(exist_ok=True)
+    files.make_folder(log.parent)
     try:
         outcome: Outcome = ray.get(reference)
     except ray.exceptions.RayError as error:
-        log.write_text(f"fedbench: error: Ray: {mirror.one_line(error)}\n", encoding="utf-8")
+        files.write_text(log, f"fedbench: error: Ray: {mirror.one_line(error)}\n")
         return Event(key, 1)
-    log.write_text(outcome.log, encoding="utf-8")
+    files.write_text(log, outcome.log)
     if outcome.code == 0:
         fresh = folder / "work" / f"{key}.new"
         shutil.rmtree(fresh, ignore_errors=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,9 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from datasets.csv_file import load_history
-from fedbench import config, hints, model, newcomers
+from fedbench import config, files, hints, model, newcomers
 from fedbench.errors import DataError, UsageError
 from fedbench.model import Model
+from fedbench.text import say
+from fedbench.text import shown as printable
 from fedbench.tracking import setup_logging
 
 EPILOG = """Ids are those of the dataset's own file. Items that the user has in the dataset are left out, whether they were in training,
@@ -47,8 +48,8 @@ def parser() -> config.Parser:
     made.add_argument("--user", metavar="ID", help="a user of the dataset, as its file calls them")
     made.add_argument("--all", action="store_true", help="every user that took part; needs --out")
     made.add_argument("--history", type=Path, metavar="FILE", help="a .csv file with the items of a user who was not in training")
-    made.add_argument("--rounds", type=int, default=newcomers.ROUNDS, metavar="N", help=ROUNDS_HELP)
-    made.add_argument("-k", type=int, default=10, metavar="N", help="how many items (default: 10)")
+    made.add_argument("--rounds", type=config.whole_number, default=newcomers.ROUNDS, metavar="N", help=ROUNDS_HELP)
+    made.add_argument("-k", type=config.whole_number, default=10, metavar="N", help="how many items (default: 10)")
     made.add_argument(
         "--out", type=Path, metavar="FILE", help="a .parquet file to write: user, rank, item, score, and titles if there are any"
     )
@@ -66,16 +67,16 @@ def main(argv: list[str]) -> int:
     if given.out is not None and given.out.suffix != ".parquet":
         raise UsageError(f"--out {given.out}: must end in .parquet")
     setup_logging(quiet=True, debug=given.debug)
-    loaded = model.load(given.run, given.data_dir)
+    loaded = model.load(given.run, given.data_dir, given.trust_plugin)
     if given.history is not None:
         loaded = loaded.with_history(*read_history(loaded, given.history), given.rounds)
     clients = np.array([client_of(loaded, given.user)]) if given.user is not None else np.arange(loaded.split.clients)
     tables = loaded.tables(clients, given.k)
     if given.out is not None:
         rows = write(tables, given.out)
-        print(f"{rows:,} recommendations for {len(clients):,} users in {given.out}")
+        say(f"{rows:,} recommendations for {len(clients):,} users in {given.out}")
     else:
-        print(shown(loaded, pd.concat(list(tables)), int(clients[0])))
+        say(shown(loaded, pd.concat(list(tables)), int(clients[0])))
     return 0
 
 
@@ -116,22 +117,18 @@ def read_history(loaded: Model, path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def write(tables: Iterable[pd.DataFrame], out: Path) -> int:
     """One row group a block, written aside and renamed: all of it or nothing. How many rows there are."""
-    part, rows, writer = out.with_name(out.name + ".part"), 0, None
+    rows, writer = 0, None
     try:
-        for table in tables:
-            block = pa.Table.from_pandas(table, preserve_index=False)
-            writer = writer or pq.ParquetWriter(part, block.schema)
-            writer.write_table(block)
-            rows += len(table)
-        assert writer is not None
-        writer.close()
-        os.replace(part, out)
+        with files.replacing(out) as file:
+            for table in tables:
+                block = pa.Table.from_pandas(table, preserve_index=False)
+                writer = writer or pq.ParquetWriter(file, block.schema)
+                writer.write_table(block)
+                rows += len(table)
+            assert writer is not None
+            writer.close()
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise UsageError(f"--out {out} cannot be written ({error.strerror or error}); choose another place") from None
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
     return rows
 
 
@@ -143,7 +140,7 @@ def shown(loaded: Model, found: pd.DataFrame, client: int) -> str:
     who, kind = ("a new user", "in the file") if new else (f"user {split.user_ids[client]}", "training, validation and test")
     head = f"{made.algo} on {made.dataset}, round {loaded.round}: for {who}, {len(found)} of {split.items:,} items"
     left_out = f"left out: {met:,} items that this user has ({kind}), {unknown:,} that nobody trained on"
-    rows = found.drop(columns="user").assign(score=found["score"].map("{:.4f}".format)).astype(str)
+    rows = found.drop(columns="user").assign(score=found["score"].map("{:.4f}".format)).map(printable)
     widths = {name: max([len(name), *rows[name].str.len()]) for name in rows}
     right = {name: ">" if name in ("rank", "score") else "<" for name in rows}
     lines = [rows.columns.to_list(), *rows.to_numpy().tolist()]

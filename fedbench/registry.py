@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import linecache
 import logging
 import os
 import pkgutil
@@ -17,11 +18,13 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
+from fedbench import files, trust
 from fedbench.algorithm import Algorithm
 from fedbench.data import DatasetOptions, Interactions
 from fedbench.errors import UsageError
@@ -71,13 +74,19 @@ def register_dataset(name: str, *, summary: str, aliases: Iterable[str] = ()) ->
     return add
 
 
-def algorithm(name_or_path: str) -> type[Algorithm]:
-    """The algorithm of that name (capitals, hyphens and underscores do not matter), or the one in that .py file."""
+def algorithm(name_or_path: str, named: bool = True, let_in: bool = False, where: str = "--algo") -> type[Algorithm]:
+    """The algorithm of that name (capitals, hyphens and underscores do not matter), or the one in that .py file.
+
+    The rest says who names the file, see `trust.admit`.
+    """
     known, name = algorithms(), algorithm_name(name_or_path)
     if name in known:
         return known[name]
     if _is_algorithm_file(name_or_path):
-        return _algorithm_in(Path(os.path.expanduser(name_or_path)))
+        path = Path(os.path.expanduser(name_or_path))
+        content = _python_file(path)
+        trust.admit(path, content, named, let_in, where)
+        return _algorithm_in(path, content)
     raise UsageError(f"--algo {name_or_path}: no such algorithm{_suggest(name_or_path, known)}; a path to a .py works too")
 
 
@@ -269,11 +278,11 @@ def _restore(algorithms: dict[str, type[Algorithm]], datasets: dict[str, Dataset
     _datasets.update(datasets)
 
 
-def _algorithm_in(path: Path) -> type[Algorithm]:
+def _algorithm_in(path: Path, content: bytes) -> type[Algorithm]:
     """The one algorithm of a file. It is not kept among the named ones, but may not take the name of one."""
     before = set(_algorithms)
     with _registrations_undone():
-        module = _import_file(path)
+        module = _imported(path, content)
         registered = [cls for name, cls in _algorithms.items() if name not in before]
         found = registered or [cls for cls in vars(module).values() if _is_defined_in(module, cls)]
         if len(found) != 1:
@@ -291,14 +300,38 @@ def _is_defined_in(module: ModuleType, thing: object) -> bool:
     return isinstance(thing, type) and issubclass(thing, Algorithm) and thing.__module__ == module.__name__
 
 
-def _import_file(path: Path) -> ModuleType:
-    if not os.path.isfile(path):
+def _python_file(path: Path) -> bytes:
+    if path.suffix != ".py":
+        raise UsageError(f"--algo {path}: not a Python file; it must end in .py")
+    if not os.path.exists(path):
         raise UsageError(f"--algo {path}: no such file")
+    try:
+        return files.read_bytes(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--algo {path}: cannot be read ({files.reason(error)})") from None
+
+
+class _Source(SourceFileLoader):
+    """Runs the very content that was looked at, and no compiled copy of it that may lie beside the file."""
+
+    def __init__(self, name: str, path: str, content: bytes) -> None:
+        super().__init__(name, path)
+        self.content = content
+
+    def get_data(self, path: str) -> bytes:
+        return self.content
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.content, self.path)
+
+
+def _imported(path: Path, content: bytes) -> ModuleType:
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
     name = f"{_BY_PATH}{re.sub(r'[^A-Za-z0-9]', '_', path.stem)}_{digest}"
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
-    if spec is None or spec.loader is None:
-        raise UsageError(f"--algo {path}: not a Python file; it must end in .py")
+    place = str(path.resolve())
+    spec = importlib.util.spec_from_file_location(name, place, loader=_Source(name, place, content))
+    assert spec is not None and spec.loader is not None
+    linecache.checkcache(place)  # where the source of a class is looked up
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and inspect look there
     try:

@@ -34,6 +34,7 @@ from fedbench.mirror import finished_folders
 from fedbench.page import Cell, Figure, Page, Section, Table, listed, slug, write
 from fedbench.results import human
 from fedbench.significance import LEVEL, RESAMPLES
+from fedbench.text import say
 from fedbench.tracking import mlflow_run_of
 
 EPILOG = """A leaderboard holds runs of one fingerprint: the same data, split and candidates. Two fingerprints for one dataset are refused;
@@ -78,11 +79,11 @@ def main(argv: list[str]) -> int:
     boards, beside = choose_boards(runs, given.metric, given.leak_gap, remarks)
     page = compose(boards, beside, remarks, sources, shlex.join(["python", "-m", "fedbench", "report", *argv]))
     path = write(page, given.out)
-    print(page.to_text())
-    print(f"\nreport  {path}")
+    say(page.to_text())
+    say(f"\nreport  {path}")
     compared = {run_id: str(run.config.get("experiment")) for run in runs if (run_id := copies[run.folder])}
     for link in views.of_report(compared, page.title, given.out):
-        print(f"charts  {link}")
+        say(f"charts  {link}")
     return 0
 
 

@@ -17,24 +17,24 @@ from typing import Any, NoReturn
 
 import numba
 import numpy as np
-import pandas as pd
 import torch
 from numba.core.event import Event, Listener, install_listener
 from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 
-from fedbench import checkpoint, finished, fused, kernel_check, mirror, newcomers, pool, ranks, registry
+from fedbench import checkpoint, finished, folder, fused, kernel_check, memory, mirror, newcomers, pool, ranks, registry, trust
 from fedbench.algorithm import Algorithm, Tensors
 from fedbench.central import Central
 from fedbench.config import RunConfig, placed
 from fedbench.console import fitted
 from fedbench.copier import mlflow_at_hand
 from fedbench.data import Interactions
-from fedbench.errors import FedbenchError, Interrupted, UsageError
+from fedbench.errors import DataError, FedbenchError, Interrupted, UsageError
 from fedbench.evaluate import metrics_of
 from fedbench.exposure import exposure
 from fedbench.federation import Diverged, Federation, check_local_work, world_of
+from fedbench.files import write_json
 from fedbench.kept import Aside, beginning, keep_model, lent, reported_server, state_facts, whole
 from fedbench.lock import claimed
 from fedbench.parent import join
@@ -42,7 +42,8 @@ from fedbench.protocol import Protocol
 from fedbench.results import Best, final_table, human, mean_table, over_runs, peak_rss_mb, per_client, refit_summary, summarise
 from fedbench.split import Split, split
 from fedbench.store import Disk
-from fedbench.tracking import NoLog, RunLog, plain, read_json, setup_logging, write_json
+from fedbench.text import say
+from fedbench.tracking import NoLog, RunLog, plain, setup_logging
 
 log = logging.getLogger("fedbench")
 
@@ -63,16 +64,23 @@ def run_several(configs: Sequence[RunConfig], parent: Path | None, jobs: int = 1
         with claimed(parent):
             finished.refuse_single_run(parent)
             summaries = [plain(run(config)) for config in configs] if jobs == 1 else in_processes(configs, parent / "work", jobs)
-            clients = [pd.read_parquet(str(config.out / "per_client.parquet")) for config in configs if config.out]
-            summary = over_runs(summaries, clients)
+            summary = mean_of(summaries, [config.out for config in configs if config.out], parent)
             write_json(parent / "summary.json", plain(summary))
         table, first = mean_table(summary), configs[0]
-        print(fitted(f"\n{table}\nfolder  {parent}"))
+        say(fitted(f"\n{table}\nfolder  {parent}"))
         if first.mlflow and (link := join([one.out for one in configs if one.out], first.experiment, parent, summary, table)):
-            print(f"charts  {link}")
+            say(f"charts  {link}")
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted; {again}") from None
     return summary
+
+
+def mean_of(summaries: Sequence[dict[str, Any]], folders: Sequence[Path], parent: Path) -> dict[str, Any]:
+    """The summary of several runs; those that were finished before may have been tampered with."""
+    try:
+        return over_runs(summaries, [folder.read_clients(one) for one in folders])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{parent}: the summaries of its runs do not fit together ({error}); remove the one that is damaged") from None
 
 
 def in_processes(configs: Sequence[RunConfig], work: Path, at_once: int) -> list[dict[str, Any]]:
@@ -82,11 +90,12 @@ def in_processes(configs: Sequence[RunConfig], work: Path, at_once: int) -> list
     failed = []
     missing = [key for key, out in folders.items() if not finished.skip(out, configs[int(key)])]
     if not missing:
-        return [read_json(out / "summary.json") for out in folders.values()]
+        return [folder.read_summary(out) for out in folders.values()]
     done = len(folders) - len(missing)
     bar = tqdm(total=len(folders), initial=done, desc=configs[0].algo, unit="run", disable=configs[0].quiet, dynamic_ncols=True)
     with bar, mlflow_at_hand(configs[0].mlflow) as here:
-        jobs = [pool.job(key, configs[int(key)].to_dict(), folders[key], work, threads, **here) for key in missing]
+        environment = {**here, **trust.handed_on()}
+        jobs = [pool.job(key, configs[int(key)].to_dict(), folders[key], work, threads, **environment) for key in missing]
         with closing(pool.run(jobs, at_once)) as events:
             for event in events:
                 if event.code is not None:
@@ -95,13 +104,14 @@ def in_processes(configs: Sequence[RunConfig], work: Path, at_once: int) -> list
                     failed.append(f"{folders[event.key]}: {pool.last_error(work / f'{event.key}.log', event.code)}")
     if failed:
         raise FedbenchError(f"{len(failed)} of {len(folders)} runs failed: {'; '.join(failed)}")
-    return [read_json(out / "summary.json") for out in folders.values()]
+    return [folder.read_summary(out) for out in folders.values()]
 
 
 def run(config: RunConfig) -> dict[str, Any]:
     """Carry out a run; returns the summary that was written."""
     setup_logging(config.quiet, config.debug)
     log.disabled = not ranks.is_first()
+    describe_cache()
     device = choose_device(config.device)
     if config.threads or ranks.count() > 1:
         set_threads(pool.threads_each(config.threads, ranks.on_this_machine()))
@@ -113,6 +123,8 @@ def run(config: RunConfig) -> dict[str, Any]:
     parts, dataset = ranks.together(lambda: prepare(config.dataset, config.protocol, config.data))
     ranks.agree("other data", lambda: f"{parts.checksum} {parts.fingerprint}")
     check_cohort(config.algorithm, parts)
+    dtype = torch.float64 if config.dtype == "float64" else torch.float32
+    memory.check(config.algorithm, parts, world_of(parts), dtype, device, -(-parts.clients // ranks.count()))
     check_local_work(config.algorithm, parts, config.seed)
     if parts.newcomers:
         newcomers.check_before_training(config.algorithm, parts, config.seed)
@@ -175,6 +187,7 @@ def carry_out(
         best = Best()
         if state:
             restore(state, federation, best)
+            run_log.go_on(federation.round)
         elif resume:
             log.warning("no checkpoint of the run in %s; it begins again", out)
         try:
@@ -207,10 +220,10 @@ def carry_out(
         run_log.end("FAILED")
         raise
     if ranks.is_first():
-        print(fitted(final_table(summary, parts)))
-        print(f"folder  {out}")
+        say(fitted(final_table(summary, parts)))
+        say(f"folder  {out}")
     if run_log.link:
-        print(f"charts  {run_log.link}")
+        say(f"charts  {run_log.link}")
     return summary
 
 
@@ -458,6 +471,8 @@ def going_on(out: Path, config: RunConfig, parts: Split) -> tuple[bool, checkpoi
         if state.facts.get(key) != mine:
             words = key.replace("_", " ")
             refuse(out, f"that run's {words} is {state.facts.get(key)}, here it is {mine}; use the data and the flags that it had")
+    if isinstance(state.facts.get("round"), int):
+        folder.check_rounds(out, state.facts["round"])
     return True, state
 
 
@@ -488,6 +503,13 @@ def describe(dataset: Interactions, parts: Split, config: RunConfig, device: str
     if config.kernel == "auto" and (note := kernel_check.note(config.algorithm, config.algo)):
         log.warning(note)
     log.info("%s, recipe %s, seed %d, on %s, into %s", config.algo, config.recipe, config.seed, device, out)
+
+
+def describe_cache() -> None:
+    """Say where compiled kernels are kept, if not beside their sources."""
+    beside, kernels = Path(__file__).parent / "__pycache__", Path(os.environ["NUMBA_CACHE_DIR"])
+    if kernels.name.startswith("kernels-") and kernels.parent != beside:
+        log.info("compiled kernels are kept in %s, for %s cannot be written; NUMBA_CACHE_DIR names another folder", kernels, beside)
 
 
 def describe_store(federation: Federation) -> None:

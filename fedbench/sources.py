@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import pooch
 import requests
 
+from fedbench import files
 from fedbench.data import DatasetOptions
 from fedbench.errors import DataError
 from fedbench.lock import alone
@@ -164,7 +165,7 @@ class _Search:
         if not self.folder.is_dir():
             raise SourceFailed(f"{self.folder} (not a folder)")
         for path in (self.folder / self.dataset / file.name, self.folder / file.name):
-            if os.path.isfile(path):  # unlike Path.is_file, False where it may not look
+            if os.path.exists(path) and not os.path.isdir(path):
                 return Fetched(_verified_local(path, file), str(path))
         raise SourceFailed(f"{self.folder / self.dataset / file.name} (no such file)")
 
@@ -173,7 +174,7 @@ class _Search:
             raise SourceFailed
         path = self.cache / self.dataset / file.name
         try:
-            content = path.read_bytes()
+            content = files.read_bytes(path)
         except OSError as error:
             raise SourceFailed(f"cache {path} ({_words(error)})") from error
         if got := differs(content, file.checksum):
@@ -352,7 +353,7 @@ def _refuse_large(member: str, size: int) -> None:
 
 def _verified_local(path: Path, file: DataFile) -> bytes:
     try:
-        content = path.read_bytes()
+        content = files.read_bytes(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {_words(error)}") from error
     if got := differs(content, file.checksum):

@@ -93,7 +93,7 @@ def read(line: Sequence[str], file: Path | None = None, name: str | None = None)
     """The study that a command line describes, or the file's with the command line's values in place of its own."""
     on_line = words_of_line(line)
     if file is None:
-        return _build(name, "", [("", on_line)], (), "")
+        return _build(name, "", [("", on_line)], (), "", True)
     values = config.read_config(file, "--study")
     where = f"--study {file}: "
     _refuse_unknown(values, STUDY_KEYS, where)
@@ -106,11 +106,13 @@ def read(line: Sequence[str], file: Path | None = None, name: str | None = None)
         _refuse_unknown(grid, GRID_KEYS, where)
         its = f"{where}grid {number}, "
         own = _words_of_table(grid.get("fixed", {}), f"{its}fixed", many=False) | _words_of_table(grid.get("axes", {}), f"{its}axes")
+        for key in ({**common, **own}).keys() & {"trust_plugin"}:
+            raise UsageError(f"{where}{key} can be given on the command line only")
         read_grids.append((str(grid.get("name", number if len(grids) > 1 else "")), _overruled(_overruled(common, own), on_line)))
     metrics = values.get("metrics", [])
     if not isinstance(metrics, list) or not all(isinstance(metric, str) for metric in metrics):
         raise UsageError(f"{where}metrics must be a list of words such as ndcg_10")
-    return _build(name or file.stem, str(values.get("about", "")), read_grids, tuple(metrics), where)
+    return _build(name or file.stem, str(values.get("about", "")), read_grids, tuple(metrics), where, "algo" in on_line)
 
 
 def _overruled(words: Words, by: Words) -> Words:
@@ -121,7 +123,7 @@ def _overruled(words: Words, by: Words) -> Words:
 
 def is_flag(word: str) -> bool:
     """A flag, not a value such as -0.5."""
-    return word.startswith("-") and not re.match(r"-\.?\d", word)
+    return word.startswith("-") and not re.match(r"-\.?\d", word, re.ASCII)
 
 
 def words_of_line(line: Sequence[str]) -> Words:
@@ -172,12 +174,13 @@ def _word(value: object) -> str:
     return "none" if value is None else str(value)
 
 
-def _build(name: str | None, about: str, grids: Sequence[tuple[str, Words]], metrics: tuple[str, ...], where: str) -> Study:
+def _build(name: str | None, about: str, grids: Sequence[tuple[str, Words]], metrics: tuple[str, ...], where: str, named: bool) -> Study:
+    """named: the command line names the algorithm"""
     read_grids: list[tuple[str, dict[str, list[Any]], dict[str, Any], list[RunConfig]]] = []
     for title, words in grids:
         words = {key: list(dict.fromkeys(values)) for key, values in words.items()}
         axes = [key for key, values in words.items() if len(values) > 1]
-        configs = list(_configs(words, axes, where))
+        configs = list(_configs(words, axes, where, named))
         told = [run.to_dict() for run in configs]
         axes += [key for key in REPLICATES if key not in axes and len(_distinct(one.get(key) for one in told)) > 1]
         values = {key: _distinct(one.get(key) for one in told) for key in axes}
@@ -198,7 +201,7 @@ def _build(name: str | None, about: str, grids: Sequence[tuple[str, Words]], met
     return Study(name or f"{Path(first.algo).stem}-{Path(first.dataset).stem}", about, finished, points, metrics)
 
 
-def _configs(words: Words, axes: Sequence[str], where: str) -> Iterator[RunConfig]:
+def _configs(words: Words, axes: Sequence[str], where: str, named: bool) -> Iterator[RunConfig]:
     """One run a combination, or one a fold where folds are tested."""
     for key in axes:
         if key in NOT_HASHED and key != "recipe":
@@ -212,7 +215,7 @@ def _configs(words: Words, axes: Sequence[str], where: str) -> Iterator[RunConfi
         chosen = dict(zip(axes, values, strict=True))
         argv = [word for key, given in words.items() for word in _spelled(key, [chosen[key]] if key in chosen else given)]
         try:
-            yield from config.parse(argv).configs
+            yield from config.parse(argv, None if named else "the study").configs
         except UsageError as error:
             raise UsageError(f"{where}{error}") from None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import logging
 import re
 import shlex
@@ -24,20 +25,25 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from fedbench import config, hints, pool, study
+from fedbench import config, files, hints, pool, study, trust
 from fedbench.console import fitted
 from fedbench.copier import mlflow_at_hand
-from fedbench.errors import Interrupted, UsageError
+from fedbench.errors import DataError, Interrupted, UsageError
+from fedbench.files import read_json, write_json
+from fedbench.folder import read_settings, read_summary
 from fedbench.lock import claimed
 from fedbench.parent import Parent
 from fedbench.study import Point, Study
-from fedbench.tracking import plain, read_json, setup_logging, write_json
+from fedbench.text import say, shown
+from fedbench.tracking import plain, setup_logging
 
 log = logging.getLogger("fedbench")
 
 PLACE = Path("runs/sweeps")
 OUTPUTS = ("sweep.json", "table.*", "*.png")
 """what MLflow keeps of a sweep's folder"""
+NEEDED = ("val", "rounds", "client_visits", "bytes_up", "bytes_down", "seconds_per_round")
+"""what a point's summary must tell for the tables"""
 NOT_HERE = ("--list", "--print-config", "--resume")
 EPILOG = """Every flag of train.py can be given. One with several values is an axis, and the points are all combinations:
   python sweeps/grid.py --algo fedavg_ncf --dataset ml-100k -n 10 20 50 -e 1 3 5 --seeds 0-1 --rounds 20 --jobs 2
@@ -81,13 +87,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def whole_number(word: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
+    if not (word.isascii() and word.isdecimal()) or int(word) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1, not {word!r}")
     return int(word)
 
 
 def share(word: str) -> float:
-    if not re.fullmatch(r"\d{1,6}(\.\d*)?|\.\d+", word):
+    if not re.fullmatch(r"\d{1,6}(\.\d*)?|\.\d+", word, re.ASCII):
         raise argparse.ArgumentTypeError(f"must be a number from 0, not {word!r}")
     return float(word)
 
@@ -156,7 +162,7 @@ class Progress:
     @classmethod
     def read(cls, folder: Path, what: Study) -> Progress:
         """By what the points' folders hold."""
-        before = {entry["key"]: entry for entry in read_json(folder / "sweep.json").get("points", [])}
+        before = earlier_points(folder / "sweep.json")
         progress = cls(folder, what)
         for key, point in what.points.items():
             earlier = before.get(key, {})
@@ -201,11 +207,24 @@ class Progress:
         write_json(self.folder / "sweep.json", plain(told))
 
 
+def earlier_points(path: Path) -> dict[str, dict[str, Any]]:
+    """What sweep.json says of each point, by key."""
+    found = read_json(path).get("points", [])
+    kinds = {"key": str, "status": str, "error": str | None, "seconds": int | float | None}
+    if not isinstance(found, list) or not all(isinstance(entry, dict) and isinstance(entry.get("key"), str) for entry in found):
+        raise DataError(f"{path}: points must be a list of the sweep's points; remove the file, finished points are kept")
+    for entry in found:
+        for key, kind in kinds.items():
+            if not isinstance(entry.get(key, ""), kind) and key in entry:
+                raise DataError(f"{path}: {key} of point {entry['key']} is no such thing; remove the file, finished points are kept")
+    return {entry["key"]: entry for entry in found}
+
+
 def finished(folder: Path, point: Point) -> bool:
     """The point's result is there: a summary, and the config that the point has. (Files count by content, which is in the key.)"""
-    if not read_json(folder / "summary.json"):
+    if not read_summary(folder, NEEDED):
         return False
-    there, here = read_json(folder / "config.json"), point.config.to_dict()
+    there, here = read_settings(folder), point.config.to_dict()
     return all(there.get(key) == here[key] for key in point.config.identity() if key not in ("algo", "dataset"))
 
 
@@ -214,10 +233,10 @@ def show_plan(progress: Progress, jobs: int) -> None:
     points = progress.what.points
     done, missing = progress.keys("finished"), progress.keys("waiting", "failed")
     for key, entry in progress.entries.items():
-        print(fitted(f"{key}  {entry['status']:<8}  {points[key].label}"))
-    print(f"{len(points)} points, {len(done)} finished, into {progress.folder}", flush=True)
+        say(fitted(f"{key}  {entry['status']:<8}  {points[key].label}"))
+    say(f"{len(points)} points, {len(done)} finished, into {progress.folder}")
     if missing:
-        print(fitted(forecast(progress, jobs)))
+        say(fitted(forecast(progress, jobs)))
 
 
 def forecast(progress: Progress, jobs: int) -> str:
@@ -268,7 +287,7 @@ def estimate(progress: Progress) -> dict[str, float]:
 
 def seconds_of(progress: Progress, key: str) -> float:
     """A finished point's time: measured, or, where the sweep was killed before it noted that, what its rounds took."""
-    summary = read_json(progress.folder / key / "summary.json")
+    summary = read_summary(progress.folder / key, NEEDED)
     return progress.entries[key]["seconds"] or summary["seconds_per_round"] * summary["rounds"]
 
 
@@ -301,7 +320,7 @@ def run_missing(progress: Progress, options: argparse.Namespace, parent: Parent 
     bar = tqdm(
         total=len(points),
         initial=len(points) - len(missing),
-        desc=progress.what.name,
+        desc=shown(progress.what.name),
         unit="point",
         disable=quiet,
         dynamic_ncols=True,
@@ -331,7 +350,7 @@ def events(
 ) -> Generator[pool.Event, None, None]:
     """Start the points and tell how each ends, here, where `here` is added to their environment, or on a cluster."""
     points, folder = progress.what.points, progress.folder
-    environment = {"FEDBENCH_PARENT_RUN": parent.run_id} if parent and parent.run_id else {}
+    environment = trust.handed_on() | ({"FEDBENCH_PARENT_RUN": parent.run_id} if parent and parent.run_id else {})
     names = {key: {"MLFLOW_RUN_NAME": points[key].label} for key in keys}
     if options.backend == "ray":
         from fedbench import ray_pool
@@ -360,35 +379,35 @@ def ended(progress: Progress, event: pool.Event, bar: Any) -> None:
     assert event.code is not None
     if event.code == 0 and finished(progress.folder / event.key, point):
         progress.note(event.key, status="finished", seconds=round(event.seconds, 3), error=None)
-        said = study.headline(read_json(progress.folder / event.key / "summary.json"))
+        said = study.headline(read_summary(progress.folder / event.key, NEEDED))
     else:
         error = pool.last_error(progress.folder / "work" / f"{event.key}.log", event.code)
         progress.note(event.key, status="failed", error=error)
         said = f"FAILED: {error}"
     bar.update()
     if not bar.disable:
-        bar.write(f"{point.label}: {said} ({clock(event.seconds)})", file=sys.stderr)
+        bar.write(shown(f"{point.label}: {said} ({clock(event.seconds)})"), file=sys.stderr)
 
 
 def told_of(folder: Path) -> set[str] | None:
     """The points that the sweep's tables and figures are about; None if there are none yet."""
     try:
-        with (folder / "table.csv").open(encoding="utf-8", newline="") as file:
-            return {row["key"] for row in csv.DictReader(file) if row["status"] == "finished"}
-    except FileNotFoundError:
+        rows = csv.DictReader(io.StringIO(files.read_text(folder / "table.csv"), newline=""))
+        return {row["key"] for row in rows if row["status"] == "finished"} if files.read_text(folder / "table.md") else None
+    except (OSError, ValueError, KeyError, csv.Error):
         return None
 
 
 def conclude(progress: Progress, parent: Parent | None, argv: Sequence[str], ran: bool) -> int:
     """Tables, figures, what failed and how to redo it; the exit code."""
     done, failed = progress.keys("finished"), progress.keys("failed")
-    summaries = {key: read_json(progress.folder / key / "summary.json") for key in done}
+    summaries = {key: read_summary(progress.folder / key, NEEDED) for key in done}
     if ran or told_of(progress.folder) != set(done):
         from fedbench import tables
 
         tables.write(progress.what, summaries, progress.entries, progress.folder)
-    table = (progress.folder / "table.md").read_text(encoding="utf-8")
-    print(fitted(table))
+    table = files.read_text(progress.folder / "table.md")
+    say(fitted(table))
     link = None
     if parent:
         parent.tidy(*progress.folders())
@@ -405,11 +424,11 @@ def conclude(progress: Progress, parent: Parent | None, argv: Sequence[str], ran
             [file for pattern in OUTPUTS for file in sorted(progress.folder.glob(pattern))],
         )
     for key in failed:
-        print(f"failed  {key}  {progress.what.points[key].label}: {progress.entries[key]['error']}", file=sys.stderr)
+        say(f"failed  {key}  {progress.what.points[key].label}: {progress.entries[key]['error']}", file=sys.stderr)
     if failed:
-        print(f"redo    python -m fedbench sweep {shlex.join(argv)}", file=sys.stderr)
-        print(f"logs    {progress.folder / 'work'}/<point>.log", file=sys.stderr)
-    print(f"folder  {progress.folder}")
+        say(f"redo    python -m fedbench sweep {shlex.join(argv)}", file=sys.stderr)
+        say(f"logs    {progress.folder / 'work'}/<point>.log", file=sys.stderr)
+    say(f"folder  {progress.folder}")
     if parent and parent.run_id:
-        print(f"charts  {link or parent.plain_link(study.main_metric(summaries.values()))}")
+        say(f"charts  {link or parent.plain_link(study.main_metric(summaries.values()))}")
     return 1 if failed else 0

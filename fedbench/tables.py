@@ -12,8 +12,10 @@ import pandas as pd
 from scipy import stats
 
 from fedbench import figures
+from fedbench.files import write_text
 from fedbench.results import human
 from fedbench.study import HEADLINE, REPLICATES, SELECT, Grid, Study, short, title
+from fedbench.text import shown
 
 SHOWN = ("hr_10", "ndcg_10", "full_hr_10", "full_ndcg_10", "rmse", "mae", "accuracy")
 """metrics of a table, where runs report them"""
@@ -45,8 +47,9 @@ def write(what: Study, summaries: Mapping[str, dict[str, Any]], entries: Mapping
         if len(grids) == 1:
             draw(what, grids[0], means, [name for name in metrics if name in (what.metrics or HEADLINE)], folder, said)
     text = "\n\n".join([ABOUT, *parts]) if parts else "no point is finished"
-    (folder / "table.md").write_text(f"# {what.name}\n\n{what.about}\n\n{text}\n".replace("\n\n\n", "\n"), encoding="utf-8")
-    rows.to_csv(folder / "table.csv", index=False)
+    page = f"# {what.name}\n\n{what.about}\n\n{text}\n".replace("\n\n\n", "\n")
+    write_text(folder / "table.md", shown(page, keep="\n\t"))
+    write_text(folder / "table.csv", rows.to_csv(index=False))
 
 
 def row(what: Study, key: str, entry: dict[str, Any], summary: dict[str, Any] | None) -> dict[str, Any]:
@@ -137,11 +140,11 @@ def draw(what: Study, grid: Grid, means: pd.DataFrame, metrics: list[str], folde
         if len(axes) == 1:
             path = folder / f"curve-{'-'.join(filter(None, [name, metric]))}.png"
             figure = figures.curve(means, axes[0], short(axes[0]), metric, title(metric), fixed or what.name, said)
-            figure.savefig(path)
+            figures.save(figure, path)
         elif axes:
             rest = axes[2:]
             for values, part in means.groupby(rest, sort=False) if rest else [((), means)]:
                 where = [f"{short(key)}={value}" for key, value in zip(rest, values, strict=True)]
                 path = folder / f"heatmap-{'-'.join(filter(None, [name, metric, *where]))}.png"
                 heading = " · ".join(filter(None, [f"test {title(metric)}", fixed, *where]))
-                figures.heatmap(part, axes[0], axes[1], metric, (short(axes[0]), short(axes[1])), heading, said).savefig(path)
+                figures.save(figures.heatmap(part, axes[0], axes[1], metric, (short(axes[0]), short(axes[1])), heading, said), path)

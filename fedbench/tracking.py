@@ -14,14 +14,17 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import coloredlogs
 
-from fedbench import mirror
+from fedbench import files, mirror
 from fedbench.copier import Mirror
 from fedbench.errors import DISK_FULL, Interrupted, UsageError
+from fedbench.files import read_json, write_json, write_text
+from fedbench.text import Shown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -49,14 +52,24 @@ def setup_logging(quiet: bool, debug: bool) -> None:
     logger.handlers = [handler for handler in logger.handlers if isinstance(handler, logging.FileHandler)]
     level = logging.DEBUG if debug else logging.WARNING if quiet else logging.INFO
     coloredlogs.install(level=level, logger=logger, fmt="%(asctime)s %(message)s", datefmt="%H:%M:%S", reconfigure=False)
+    for handler in logger.handlers:
+        handler.addFilter(Shown())
     logging.raiseExceptions = debug  # a log that cannot be written, on a full disk, is no reason for a traceback
     # log.txt keeps INFO however quiet the console is
     logger.setLevel(logging.DEBUG if debug else logging.INFO)
 
 
+class _LogFile(logging.FileHandler):
+    """Added to in place, so a link there is refused."""
+
+    def _open(self) -> TextIOWrapper:
+        return TextIOWrapper(files.appended(Path(self.baseFilename)), encoding="utf-8", write_through=True)
+
+
 def attach_log_file(out: Path) -> logging.Handler:
     """Write all that "fedbench" logs to out/log.txt too; the caller removes the handler."""
-    handler = logging.FileHandler(out / "log.txt", encoding="utf-8")
+    handler = _LogFile(out / "log.txt", encoding="utf-8")
+    handler.addFilter(Shown())
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
@@ -76,7 +89,7 @@ class RunLog:
         self._log_file: logging.Handler | None = log_file
         self._mirror = copy
         self._lines: list[dict[str, Any]] = []
-        self._metrics: TextIO | None = None
+        self._metrics: BinaryIO | None = None
 
     @classmethod
     def open(
@@ -97,7 +110,7 @@ class RunLog:
                 raise FileExistsError
             write_json(out / "config.json", config)
             before: dict[str, Any] = read_json(out / "env.json") if resume else {}
-            kept: dict[str, Any] = {key: before[key] for key in ("mlflow_run_id", "run_key") if key in before}
+            kept: dict[str, Any] = {key: before[key] for key in ("mlflow_run_id", "run_key") if is_id(before.get(key))}
             # the key is on disk before MLflow hears of the run, so that one killed at any moment finds its copy again
             env: dict[str, Any] = {**environment(), "process": mirror.who(), "run_key": uuid.uuid4().hex, **kept}
             write_json(out / "env.json", env)
@@ -128,26 +141,32 @@ class RunLog:
         """The address that shows this experiment's charts in the MLflow UI."""
         return self._mirror.link if self._mirror else None
 
+    def go_on(self, after: int) -> None:
+        """The rounds up to `after` are done; lines of later ones in metrics.jsonl no longer hold."""
+        self._start_metrics(after + 1)
+
     def round(self, metrics: dict[str, float]) -> None:
         """One line of metrics.jsonl. `metrics` has "round"."""
         line = plain(metrics)
         file = self._metrics or self._start_metrics(line["round"])
         self._lines.append(line)
-        file.write(json.dumps(line) + "\n")
+        file.write(json.dumps(line).encode() + b"\n")
         file.flush()
 
     def refit_round(self, metrics: dict[str, float]) -> None:
         """One line of refit.jsonl; in MLflow the same names under refit/."""
         line = plain(metrics)
-        with (self.out / "refit.jsonl").open("w" if line["round"] == 1 else "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        path = self.out / "refit.jsonl"
+        with files.created(path) if line["round"] == 1 else files.appended(path) as file:
+            file.write(json.dumps(line).encode() + b"\n")
 
     def finish(self, summary: dict[str, Any], per_client: pd.DataFrame, tidy: Callable[[], None] = lambda: None) -> None:
         """Write per_client.parquet, the figures and, last and atomically, summary.json; tidy; then complete the MLflow run."""
         if self._metrics is None:
             self._start_metrics(None)
         summary = plain(summary)
-        per_client.to_parquet(self.out / "per_client.parquet", index=False)
+        with files.replacing(self.out / "per_client.parquet") as file:
+            per_client.to_parquet(file, index=False)
         self._draw(summary, per_client)
         write_json(self.out / "summary.json", summary)
         tidy()
@@ -187,14 +206,15 @@ class RunLog:
         with suppress(OSError):
             write_json(self.out / "env.json", self._env)
 
-    def _start_metrics(self, first: int | None) -> TextIO:
+    def _start_metrics(self, first: int | None) -> BinaryIO:
         """Open metrics.jsonl. A resumed run keeps the rounds before its first, and its old summary no longer holds."""
         path = self.out / "metrics.jsonl"
-        self._lines = [line for line in mirror.read_lines(path) if first is None or line["round"] < first]
+        before = [] if first == 1 else mirror.read_lines(path)
+        self._lines = [line for line in before if first is None or line["round"] < first]
         if first is not None:
             (self.out / "summary.json").unlink(missing_ok=True)
             write_text(path, "".join(json.dumps(line) + "\n" for line in self._lines))
-        self._metrics = path.open("a", encoding="utf-8")
+        self._metrics = files.appended(path)
         return self._metrics
 
     def _draw(self, summary: dict[str, Any], per_client: pd.DataFrame) -> None:
@@ -208,11 +228,10 @@ class RunLog:
         if "seed" in summary:
             title += f" · seed {summary['seed']}"
         candidates = int(summary.get("protocol_fields", {}).get("eval_negatives", 99)) + 1
-        (self.out / "figures").mkdir(exist_ok=True)
         try:
-            convergence = figures.convergence(self._lines, leaky, title, summary.get("best_round"), candidates)
-            convergence.savefig(self.out / "figures" / "convergence.png")
-            figures.distribution(per_client, leaky, title, candidates).savefig(self.out / "figures" / "distribution.png")
+            folder = files.make_folder(self.out / "figures")
+            figures.save(figures.convergence(self._lines, leaky, title, summary.get("best_round"), candidates), folder / "convergence.png")
+            figures.save(figures.distribution(per_client, leaky, title, candidates), folder / "distribution.png")
         except Exception as error:
             logger.warning("figures could not be drawn (%s); all the numbers are in %s", mirror.one_line(error), self.out)
 
@@ -235,6 +254,8 @@ class NoLog(RunLog):
     def open(cls, *_: Any, **__: Any) -> NoLog:
         return cls()
 
+    def go_on(self, after: int) -> None: ...
+
     def round(self, metrics: dict[str, float]) -> None: ...
 
     def refit_round(self, metrics: dict[str, float]) -> None: ...
@@ -246,7 +267,13 @@ class NoLog(RunLog):
 
 def mlflow_run_of(out: Path) -> str | None:
     """The id of a run's copy in MLflow, as its folder knows it."""
-    return read_json(out / "env.json").get("mlflow_run_id")
+    found = read_json(out / "env.json").get("mlflow_run_id")
+    return found if is_id(found) else None
+
+
+def is_id(value: object) -> bool:
+    """Whether a value of env.json can be what MLflow or fedbench calls a run."""
+    return isinstance(value, str) and value.isalnum()
 
 
 def order_of(
@@ -271,11 +298,11 @@ def order_of(
 def finished_order(out: Path, experiment: str, run_name: str = "", **tags: str) -> dict[str, Any]:
     """The order for the copy of a run that is finished, by what its folder says."""
     config, summary, env = (read_json(out / name) for name in ("config.json", "summary.json", "env.json"))
-    fields = summary["protocol_fields"]
-    fold = "" if fields["fold"] is None else f"-f{fields['fold']}"
+    fields = summary.get("protocol_fields", {})
+    fold = "" if fields.get("fold") is None else f"-f{fields['fold']}"
     usual = f"{summary['algo']}-{summary['dataset']}-{summary['protocol']}-s{summary['seed']}{fold}"
-    known = {key: summary[key] for key in ("protocol_fingerprint", "data_checksum", "dataset")}
-    known |= {"leaky": "LEAKY" if summary["leaky"] else "no", "split": fields["split"]}
+    known = {key: str(summary.get(key)) for key in ("protocol_fingerprint", "data_checksum", "dataset")}
+    known |= {"leaky": "LEAKY" if summary["leaky"] else "no", "split": str(fields.get("split"))}
     order = order_of(out, config, env, {**known, **tags}, usual, experiment)
     return {**order, "run_name": run_name} if run_name else order
 
@@ -414,28 +441,3 @@ def flat(nested: dict[str, Any]) -> dict[str, Any]:
         else:
             out[key] = value
     return out
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
-        return {}
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=2, allow_nan=False) + "\n"
-
-
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, _json(value))
-
-
-def write_text(path: Path, text: str) -> None:
-    """All of it or nothing, also when the process is killed."""
-    part = path.with_name(path.name + ".part")
-    with open(part, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)

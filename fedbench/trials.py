@@ -15,7 +15,7 @@ from typing import Any
 from fedbench import pool
 from fedbench.config import RunConfig, resolve
 from fedbench.errors import FedbenchError
-from fedbench.tracking import read_json, write_json
+from fedbench.files import read_json, write_json
 
 SECONDS = 60.0
 """how long all trials together may take"""

@@ -15,6 +15,7 @@ from types import FrameType
 
 from fedbench import config, mirror, views
 from fedbench.errors import FedbenchError, UsageError
+from fedbench.text import say
 
 HOST, PORT = "127.0.0.1", 5000
 START_SECONDS = 300.0
@@ -28,12 +29,12 @@ def main(argv: list[str]) -> int:
     given = parser().read(argv)
     uri = mirror.tracking_uri()
     if uri.startswith(("http://", "https://")):
-        print(told(mirror.ui_address(uri), views.of_experiments(uri, MOST_LINKS)))
+        say(told(mirror.ui_address(uri), views.of_experiments(uri, MOST_LINKS)))
         return 0
     if not 0 < given.port < 65536:
         raise UsageError(f"--port must be from 1 to 65535, not {given.port}")
     refuse_taken(given.port)
-    print("starting the MLflow UI ...", flush=True)
+    say("starting the MLflow UI ...")
     # a database that is not there yet is the server's to make: two processes that create one at once both fail
     comparisons = [] if mirror.missing_database(uri) else views.of_experiments(uri, MOST_LINKS)
     return serve(uri, given.port, comparisons)
@@ -76,7 +77,7 @@ def serve(uri: str, port: int, comparisons: list[tuple[str, str]]) -> int:
                 if process.poll() is not None or time.monotonic() > until:
                     raise FedbenchError(f"the MLflow UI did not start: {last_words(said.fileno())}")
                 time.sleep(0.2)
-            print(f"{told(address, comparisons)}\nready (Ctrl-C ends it)", flush=True)
+            say(f"{told(address, comparisons)}\nready (Ctrl-C ends it)")
             code = process.wait()
             raise FedbenchError(f"the MLflow UI ended by itself with code {code}: {last_words(said.fileno())}")
         except KeyboardInterrupt:

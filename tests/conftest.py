@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -47,6 +50,9 @@ hypothesis.settings.load_profile("patient")
 
 
 os.environ.setdefault("FEDBENCH_MLFLOW_PATIENCE", "300")  # nor is it for a copy to be given up; tests of that set their own
+# Which plug-ins were run before is remembered for the tests alone, here and in child processes.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="fedbench-state-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True, scope="session")

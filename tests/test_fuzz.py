@@ -359,7 +359,7 @@ def test_plug_in_files(text: str) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "mine.py"
         path.write_bytes(text.encode(errors="surrogatepass"))
-        with writes().only_below(Path(folder)):
+        with writes().only_below(Path(folder), Path(os.environ["XDG_STATE_HOME"])):
             answer(["--algo", str(path), "--dataset", "synthetic", "--print-config"])
 
 

@@ -1,0 +1,91 @@
+"""Whether a run can fit in memory, told before anything is allocated: what is asked for is counted on tensors that hold nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbench.algorithm import Algorithm, Tensors, World
+from fedbench.draw import Draw
+from fedbench.errors import FedbenchError
+from fedbench.results import human
+from fedbench.split import Split
+from fedbench.store import free_memory
+
+SAMPLE_BYTES = 12
+"""of a training sample: the item, its place among the client's items, and the label"""
+COPIES = 2
+"""of what the server holds: a round makes it anew beside the one before"""
+
+
+@dataclass(frozen=True)
+class Shapes(Draw):
+    """Randomness that is asked for and never drawn."""
+
+    def _tensor(self, purpose: str, shape: tuple[int, ...], fill: Callable[[np.ndarray, np.ndarray], None]) -> Tensor:
+        lead = () if self.clients is None else (len(self.clients),)
+        return torch.empty(*lead, *shape, dtype=self.dtype, device="meta")
+
+    def subset(self, purpose: str, n: int, k: int) -> Tensor:
+        return torch.empty(k, dtype=torch.int64, device="meta")
+
+
+def check(algorithm: Algorithm, split: Split, world: World, dtype: torch.dtype, device: str, clients: int) -> None:
+    """Raise if what the server holds, one client's own state or a round's samples cannot fit; `clients` train in this process."""
+    free = free_on(device)
+    for what, needed, form, lower in (
+        *_held(algorithm, world, dtype),
+        ("a round's training samples", samples(algorithm, split, clients), "", "--negatives or -n"),
+    ):
+        if needed > free:
+            raise FedbenchError(f"{what} takes at least {human(needed)}{form}, and {human(free)} of memory are free; lower {lower}")
+
+
+def _held(algorithm: Algorithm, world: World, dtype: torch.dtype) -> list[tuple[str, float, str, str]]:
+    shapes = Shapes(0, 0, None, dtype, "meta")
+    sizes = ", ".join(f"--{name.replace('_', '-')}" for name in ("dim", "layers", "adapter", "head") if hasattr(algorithm, name))
+    lower = f"{sizes or '--dim'} or the number of items"
+    server = counted(lambda: algorithm.init_server(world, shapes))
+    client = counted(lambda: algorithm.init_client(world, replace(shapes, clients=np.arange(1))))
+    return [
+        (f"what the server of {algorithm.name} holds", COPIES * server[0], server[1], lower),
+        (f"what one client of {algorithm.name} keeps", client[0], client[1], lower),
+    ]
+
+
+def counted(make: Callable[[], Tensors]) -> tuple[float, str]:
+    """Bytes that tensors would take, and the form of the largest in words; 0 where that cannot be told without making them."""
+    try:
+        with torch.device("meta"):
+            made = make()
+    except RuntimeError as error:
+        return (math.inf, "") if "overflow" in str(error) else (0, "")
+    except Exception:  # an algorithm that does more than ask for tensors tells nothing in advance
+        return 0, ""
+    sizes = {name: value.numel() * value.element_size() for name, value in made.items() if isinstance(value, Tensor)}
+    if not sizes:
+        return 0, ""
+    largest = max(sizes, key=lambda name: sizes[name])
+    return sum(sizes.values()), f" ({largest}: {' x '.join(f'{size:,}' for size in made[largest].shape)})"
+
+
+def samples(algorithm: Algorithm, split: Split, clients: int) -> float:
+    """Bytes of the samples of a round, about: as many clients as take part, of the usual size."""
+    trainers = len(split.train_counts)
+    if not trainers:
+        return 0
+    positives = int(split.train_counts.sum()) / trainers * min(algorithm.cohort(trainers), clients)
+    each = algorithm.extra(1).each
+    if split.protocol.ratings:  # different items, so not more than there are
+        return SAMPLE_BYTES * min(positives * (1 + each), clients * split.items)
+    return SAMPLE_BYTES * positives * (1 + each)
+
+
+def free_on(device: str) -> float:
+    """Bytes that can still be had on a device."""
+    return float(torch.cuda.mem_get_info(device)[0]) if device.startswith("cuda") else free_memory()

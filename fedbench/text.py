@@ -1,0 +1,82 @@
+"""Text that comes from others and text that goes to a terminal: numbers as they are commonly written, and nothing that steers a screen."""
+
+from __future__ import annotations
+
+import codecs
+import logging
+import math
+import os
+import re
+import sys
+from typing import TextIO
+
+WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
+NUMBER = re.compile(r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|inf|infinity|nan)", re.ASCII | re.IGNORECASE)
+PLAIN = {"±": "+-", "·": "-", "…": "...", "–": "-", "×": "x", "≥": ">=", "≤": "<="}
+"""what stands for a character where the output knows ASCII alone"""
+
+
+def whole(word: str) -> int:
+    """A whole number in the digits 0 to 9. (`int` also takes 1_0 and the digits of other scripts.)"""
+    if not WHOLE.fullmatch(word.strip(" \t\r\n")):
+        raise ValueError(f"{word!r} is not a whole number")
+    return int(word)
+
+
+def number(word: str) -> float:
+    """A number such as 4.5, -1 or 1e-3, or inf or nan."""
+    if not NUMBER.fullmatch(word.strip(" \t\r\n")):
+        raise ValueError(f"{word!r} is not a number")
+    return float(word)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value from a JSON file is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def shown(text: object, keep: str = "") -> str:
+    """Text without control characters, escapes or marks that turn the direction of writing: each is spelt out, but those to `keep`."""
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in str(text))
+
+
+def say(text: object = "", file: TextIO | None = None) -> None:
+    """Print for people: what a line holds cannot steer the terminal."""
+    print(shown(text, keep="\n\t"), file=file, flush=True)
+
+
+class Shown(logging.Filter):
+    """Log records as `shown`, so that none can steer the terminal or pass for another line."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = shown(record.getMessage()), ()
+        return True
+
+
+def _spelt(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    part = error.object[error.start : error.end]
+    return "".join(PLAIN.get(c) or ascii(c)[1:-1] for c in part), error.end
+
+
+def prepare_output() -> None:
+    """Standard streams that can be written to: closed ones lead nowhere, and one that knows ASCII alone spells the rest."""
+    for number_ in range(3):
+        try:
+            os.fstat(number_)
+        except OSError:  # else the next file that is opened would get this number, and whatever is printed
+            os.open(os.devnull, os.O_RDWR)
+    codecs.register_error("fedbench", _spelt)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (for as long as the process lasts)
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="fedbench")
+    if logging.lastResort is not None and not logging.lastResort.filters:
+        logging.lastResort.addFilter(Shown())
