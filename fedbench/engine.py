@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -348,7 +349,7 @@ class Engine:
     def twin(self, kernels: bool, dtype: torch.dtype | None = None) -> Engine:
         """One of two engines that are compared: with kernels or without, in arrays of its own, never compiled."""
         other = copy.copy(self)
-        other.compared, other.spare, other.step = None, Spare(), step
+        other.compared, other.spare, other.step = None, Spare(), partial(step, gradients=kernel_check.gradients)
         other.dtype = dtype or self.dtype
         if not kernels:
             other.kernels, other.gpu_kernels = False, None
@@ -772,10 +773,12 @@ def step(
     optimizer: dict[str, tuple[Tensor, Tensor]],
     progress: Progress,
     real: Tensors,
+    gradients: Callable[..., tuple[Tensors, Tensor]] = lambda loss, *given: vmapped(grad_and_value(loss), *given),
 ) -> tuple[Tensors, dict[str, tuple[Tensor, Tensor]], Progress]:
     """One batch of every client in a block: each phase in turn, clients with nothing in this batch or finished unmoved.
 
     real: for each table [C, T], 1 for a row and 0 for padding.
+    gradients: of a loss by its first argument, with its values [C].
     """
     size = batch.weight.sum(dim=1)
     moves = progress.active & (size > 0)
@@ -789,7 +792,7 @@ def step(
 
         part = {name: held[name] for name in phase.names}
         rest = {name: tensor for name, tensor in held.items() if name not in part}
-        gradient, value = vmapped(grad_and_value(of), part, rest, sent, batch)
+        gradient, value = gradients(of, part, rest, sent, batch)
         if phase.clip:
             gradient = clipped(gradient, phase.clip, real)
         for name in phase.names:

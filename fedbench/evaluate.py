@@ -14,7 +14,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from fedbench import fused, kernel_check
-from fedbench.algorithm import Algorithm, Answer
+from fedbench.algorithm import Algorithm, Answer, Tensors
 from fedbench.engine import FULL_ROWS, in_place, pad, sent_rows, sent_whole, vmapped
 from fedbench.split import Held, Split
 from fedbench.store import ClientStore
@@ -227,15 +227,18 @@ class Evaluator:
             return torch.from_numpy(self.layers(plan, answer).score(users.numpy(), ranked))
         return None
 
-    def mapped_scores(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, items: Tensor | None) -> Tensor:
-        """Scores by the algorithm's own function."""
+    def mapped_scores(
+        self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, items: Tensor | None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Scores by the algorithm's own function, in numbers of another type if one is given."""
         store, tables = store.lend(clients), self.algorithm.tables
         own = store.read(clients) if items is None else store.rows(clients, items, tables)
-        if not sent:
-            return vmapped(self.algorithm.score, own, {})
-        return vmapped(
-            self.algorithm.score, own, sent_whole(answer, clients) if items is None else sent_rows(answer, clients, items, tables)
-        )
+        theirs: Tensors = {}
+        if sent:
+            theirs = sent_whole(answer, clients) if items is None else sent_rows(answer, clients, items, tables)
+        if dtype:
+            own, theirs = kernel_check.in_type(own, dtype), kernel_check.in_type(theirs, dtype)
+        return vmapped(self.algorithm.score, own, theirs)
 
     def layers(self, plan: fused.NeuMFBCE, answer: Answer) -> fused.Layers:
         """What all clients are sent, made ready to score with, once for all chunks of an evaluation."""

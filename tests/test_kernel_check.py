@@ -346,6 +346,22 @@ def test_rounding_is_no_difference() -> None:
     assert kernel_check.distance(after[:5], after, None, short, kernel_check.FAR) == torch.inf
 
 
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        FedAvgNCF(dim=4, batch_size=8, layers=(8, 4), lr=1.8, weight_decay=0.01, init_scale=0.004),
+        FedRecon(dim=128, a0=0.1, l2=1e-6, init_scale=0.0016),
+        FedMF(dim=4, batch_size=8, lr=8.0, init_scale=1.0),
+    ],
+    ids=lambda one: one.name,
+)
+def test_rounding_that_is_magnified_is_no_difference(algorithm: Algorithm) -> None:
+    """Rates and systems with which float32 loses its digits in the first steps, by both paths alike."""
+    federation = started(algorithm, dtype=torch.float32)
+    federation.next_round()
+    federation.outcome()
+
+
 def test_a_refused_kernel_ends_a_run_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     body = "def fused(self, sent): return type(super().fused(sent))(2 * self.lr, changes=True)"
     (tmp_path / "mine.py").write_text(f"{PLUG_IN}    {body}\n")
