@@ -338,17 +338,17 @@ def test_ctrl_c_in_a_real_process(tmp_path: Path) -> None:
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
     metrics = tmp_path / "r" / "metrics.jsonl"
     try:
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 600
         while (
             time.monotonic() < deadline and process.poll() is None and (not metrics.exists() or len(metrics.read_bytes().splitlines()) < 5)
         ):
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 130, err.decode()
-    (saved,) = checkpoint.rounds(tmp_path / "r")
+    saved, *_ = checkpoint.rounds(tmp_path / "r")  # on a busy machine a minute may have passed, and saved one before
     assert (
         err.decode().splitlines()[-1] == f"fedbench: interrupted after round {saved}; the same command goes on" and b"Traceback" not in err
     )
