@@ -193,6 +193,7 @@ def test_refit_trains_again_with_validation_in_training(algo: str, tmp_path: Pat
     name = found["algo"]
     assert f"{name} refit" in capsys.readouterr().out
     refit = found.pop("refit")
+    assert found.pop("config_hash") != strict.pop("config_hash")  # --refit is a flag like others
     assert result(found) == strict and lines_of(tmp_path / "r")[-1]["round"] == strict["rounds"]
     assert refit["rounds"] == strict["best_round"] and refit["test"].keys() == strict["test"].keys()
     lines = [json.loads(line) for line in (tmp_path / "r" / "refit.jsonl").read_text().splitlines()]
