@@ -1,9 +1,9 @@
-"""Whether a run can fit in memory, told before anything is allocated: what is asked for is counted on tensors that hold nothing."""
+"""Whether a run can fit in memory, told before anything is drawn: what is asked for is counted, and what is too large refused."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,31 +23,44 @@ COPIES = 2
 """of what the server holds: a round makes it anew beside the one before"""
 
 
+class TooLarge(Exception):
+    """A tensor of so many bytes and of this form is asked for."""
+
+    def __init__(self, needed: float, shape: tuple[int, ...]) -> None:
+        super().__init__(needed)
+        self.needed, self.shape = needed, shape
+
+
 @dataclass(frozen=True)
 class Shapes(Draw):
-    """Randomness that is asked for and never drawn."""
+    """Randomness that is asked for and never drawn: tensors of any content, unless one is over the limit."""
+
+    limit: float = math.inf
 
     def _tensor(self, purpose: str, shape: tuple[int, ...], fill: Callable[[np.ndarray, np.ndarray], None]) -> Tensor:
-        lead = () if self.clients is None else (len(self.clients),)
-        return torch.empty(*lead, *shape, dtype=self.dtype, device="meta")
+        shape = shape if self.clients is None else (len(self.clients), *shape)
+        needed = math.prod(shape) * self.dtype.itemsize
+        if needed > self.limit:
+            raise TooLarge(needed, shape)
+        return torch.empty(shape, dtype=self.dtype)
 
     def subset(self, purpose: str, n: int, k: int) -> Tensor:
-        return torch.empty(k, dtype=torch.int64, device="meta")
+        return torch.arange(k)
 
 
 def check(algorithm: Algorithm, split: Split, world: World, dtype: torch.dtype, device: str, clients: int) -> None:
     """Raise if what the server holds, one client's own state or a round's samples cannot fit; `clients` train in this process."""
     free = free_on(device)
     for what, needed, form, lower in (
-        *_held(algorithm, world, dtype),
+        *_held(algorithm, world, dtype, free),
         ("a round's training samples", samples(algorithm, split, clients), "", "--negatives or -n"),
     ):
         if needed > free:
             raise FedbenchError(f"{what} takes at least {human(needed)}{form}, and {human(free)} of memory are free; lower {lower}")
 
 
-def _held(algorithm: Algorithm, world: World, dtype: torch.dtype) -> list[tuple[str, float, str, str]]:
-    shapes = Shapes(0, 0, None, dtype, "meta")
+def _held(algorithm: Algorithm, world: World, dtype: torch.dtype, free: float) -> list[tuple[str, float, str, str]]:
+    shapes = Shapes(0, 0, None, dtype, limit=free / COPIES)
     sizes = ", ".join(f"--{name.replace('_', '-')}" for name in ("dim", "layers", "adapter", "head") if hasattr(algorithm, name))
     lower = f"{sizes or '--dim'} or the number of items"
     server = counted(lambda: algorithm.init_server(world, shapes))
@@ -59,19 +72,22 @@ def _held(algorithm: Algorithm, world: World, dtype: torch.dtype) -> list[tuple[
 
 
 def counted(make: Callable[[], Tensors]) -> tuple[float, str]:
-    """Bytes that tensors would take, and the form of the largest in words; 0 where that cannot be told without making them."""
+    """Bytes that tensors take, and the form of the largest in words; 0 where an algorithm fails at what is in them, which tells nothing."""
     try:
-        with torch.device("meta"):
-            made = make()
-    except RuntimeError as error:
-        return (math.inf, "") if "overflow" in str(error) else (0, "")
-    except Exception:  # an algorithm that does more than ask for tensors tells nothing in advance
-        return 0, ""
+        made = make()
+    except TooLarge as error:
+        return error.needed, f" ({_form(error.shape)})"
+    except Exception as error:
+        return (math.inf, "") if "allocate memory" in str(error) else (0, "")
     sizes = {name: value.numel() * value.element_size() for name, value in made.items() if isinstance(value, Tensor)}
     if not sizes:
         return 0, ""
     largest = max(sizes, key=lambda name: sizes[name])
-    return sum(sizes.values()), f" ({largest}: {' x '.join(f'{size:,}' for size in made[largest].shape)})"
+    return sum(sizes.values()), f" ({largest}: {_form(made[largest].shape)})"
+
+
+def _form(shape: Sequence[int]) -> str:
+    return " x ".join(f"{size:,}" for size in shape)
 
 
 def samples(algorithm: Algorithm, split: Split, clients: int) -> float:

@@ -50,7 +50,7 @@ def test_every_algorithm_is_counted_as_it_is() -> None:
         algorithm = parse(["--algo", name, "--dataset", "synthetic"]).configs[0].algorithm
         world, draw = world_of(split), memory.Draw(0, 0, None, torch.float32)
         made = algorithm.init_server(world, draw)
-        counted, _ = memory.counted(lambda a=algorithm, w=world: a.init_server(w, memory.Shapes(0, 0, None, torch.float32, "meta")))
+        counted, _ = memory.counted(lambda a=algorithm, w=world: a.init_server(w, memory.Shapes(0, 0, None, torch.float32)))
         assert counted == sum(value.numel() * value.element_size() for value in made.values()), name
         memory.check(algorithm, split, world, torch.float32, "cpu", split.clients)
 
