@@ -57,7 +57,7 @@ WITHOUT: dict[str, FedEM] = {
 MERGES = {merge: replace(NEW, merge=merge) for merge in ("elastic", "static", "replace")}
 DATASETS, SEEDS = ("filmtrust", "ml-100k"), (0, 1, 2)
 CURVE_ROUNDS, CHOICE_ROUNDS = 10, 3
-"""rounds of the curves; of the runs whose round is chosen, which is the first or second wherever it was looked for in ten"""
+"""rounds of the curves; of the runs whose round is chosen: later rounds of the new recipe change the third digit at most"""
 
 
 @cache
