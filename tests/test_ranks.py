@@ -68,7 +68,10 @@ WRONG = {
     "--algo fedmf --dataset BROKEN.csv --no-mlflow --quiet": (3, "BROKEN.csv:2"),
     f"--algo fedmf {COMMON} --rounds 2 --out LAST-FAILS": (1, "no room (on rank 1)"),
     f"{FEDEM} {COMMON} --rounds 2 --out LAST-NOT-FINITE": (1, "the last rank's mail is not finite in round 1"),
-    f"{FEDEM} {COMMON} --rounds 2 --client-store mmap --checkpoint-every 1 --out FULL": (1, "round-1 cannot be written (No space left"),
+    f"{FEDEM} {COMMON} --rounds 2 --client-store mmap --checkpoint-every 1 --keep-state last --out FULL": (
+        1,
+        "round-1 cannot be written (No space left",
+    ),
 }
 KILLED = f"--algo fedem --adapter 16,8,1 -e 2 -n 40 --rounds 8 --checkpoint-every 2 {COMMON}"
 PATIENCE = 600
