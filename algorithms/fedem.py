@@ -158,7 +158,7 @@ class FedEM(Algorithm):
         return sent and self.merge == "elastic"
 
     def trains_user(self, sent: bool) -> bool:
-        """Once it sees rows that its own samples have fitted, a user vector turns against the server's."""
+        """Whether the user vector takes part in local training, with an answer from the server or without."""
         return not sent or self.train_user == "always"
 
     def phases(self, sent: Tensors) -> tuple[Phase, ...]:

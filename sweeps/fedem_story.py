@@ -57,7 +57,7 @@ WITHOUT: dict[str, FedEM] = {
 MERGES = {merge: replace(NEW, merge=merge) for merge in ("elastic", "static", "replace")}
 DATASETS, SEEDS = ("filmtrust", "ml-100k"), (0, 1, 2)
 CURVE_ROUNDS, CHOICE_ROUNDS = 10, 3
-"""rounds of the curves; of the runs whose round is chosen: later rounds of the new recipe change the third digit at most"""
+"""rounds of the curves; of the runs whose round is chosen: in ten, later ones are at most .003 lower on filmtrust, .01 on ml-100k"""
 
 
 @cache
@@ -159,15 +159,9 @@ def beside_a_vote(dataset: str, seed: int) -> dict[str, float]:
     weights, votes = vote(split, NEW.alpha, NEW.floor)
     items = np.concatenate([split.test_item[:, None], split.test_candidates], axis=1)
     metrics = ranking_metrics(ranks_among(torch.from_numpy(np.take_along_axis(votes, items, axis=1))).numpy())
-    kept: list[Tensor] = []
-
-    class Watched(FedEM):
-        def weights(self, *given: Any) -> Tensor:
-            kept.append(super().weights(*given))
-            return kept[-1]
-
-    federation = Federation.start(Watched(), split, seed)
-    federation.next_round()
+    federation = Federation.start(NEW, split, seed)
+    uploads = federation.next_round().uploads
+    mixed = NEW.weights(uploads.tables("items"), uploads.dense("samples")).numpy()
     server, user = federation.server, federation.store.tensors["user"]
     scores = torch.einsum("umd,ud->um", server["tables"][server["slot"]], user).numpy()
     unseen = np.ones(votes.shape, bool)
@@ -180,7 +174,7 @@ def beside_a_vote(dataset: str, seed: int) -> dict[str, float]:
         "mixture hr_10": mixture["hr_10"],
         "mixture ndcg_10": mixture["ndcg_10"],
         "vote neighbours": neighbours(weights),
-        "mixture neighbours": neighbours(kept[0].numpy()),
+        "mixture neighbours": neighbours(mixed),
         "correlation": float(np.median(alike)),
     }
 
@@ -238,11 +232,11 @@ def page(measured: Measured, curves: dict[str, list[dict[str, float]]]) -> str:
         mean = mean_of(measured, "vote", dataset, beside_a_vote)
         for what in ("mixture", "vote"):
             figures = f"{mean[f'{what} hr_10']:.4f}", f"{mean[f'{what} ndcg_10']:.4f}", f"{mean[f'{what} neighbours']:.0f}"
-            votes.append([dataset, what, *figures, f"{mean['correlation']:.3f}" if what == "vote" else ""])
+            votes.append([dataset, what, *figures, f"{mean['correlation']:.4f}" if what == "vote" else ""])
     for name, recipe in WITHOUT.items():
         means = [mean_of(measured, "chosen", dataset, chosen, recipe) for dataset in DATASETS]
         full = [mean_of(measured, "chosen", dataset, chosen, NEW) for dataset in DATASETS]
-        lost = [f"{100 * (mean['hr_10'] - base['hr_10']):+.1f}" for mean, base in zip(means, full, strict=True)]
+        lost = [f"{round(100 * (mean['hr_10'] - base['hr_10']), 1) + 0.0:+.1f}" for mean, base in zip(means, full, strict=True)]
         ablations.append([name, *(word for mean, gap in zip(means, lost, strict=True) for word in (f"{mean['hr_10']:.4f}", gap))])
     return f"""# FedEM: why it fell, and what its parts are worth
 
