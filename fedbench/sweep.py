@@ -287,8 +287,10 @@ def estimate(progress: Progress) -> dict[str, float]:
 
 def seconds_of(progress: Progress, key: str) -> float:
     """A finished point's time: measured, or, where the sweep was killed before it noted that, what its rounds took."""
+    if measured := progress.entries[key]["seconds"]:
+        return float(measured)
     summary = read_summary(progress.folder / key, NEEDED)
-    return progress.entries[key]["seconds"] or summary["seconds_per_round"] * summary["rounds"]
+    return float((summary["seconds_per_round"] or 0) * (summary["rounds"] or 0))
 
 
 def kind(point: Point) -> tuple[str, str]:
