@@ -315,6 +315,18 @@ def test_a_second_interrupt_does_not_wait_and_saves_no_half_round(tmp_path: Path
     assert len(lines_of(tmp_path / "r")) == 1 and not (tmp_path / "r" / "checkpoint").exists()
 
 
+def test_a_centralised_method_goes_on_with_the_same_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*FEDMF.replace("fedmf", "central_mf").split(), "--out", str(tmp_path / "r")]
+    with monkeypatch.context() as patch:
+        interrupting(patch, when=2)
+        assert cli.main([*words, "--kernel", "off"]) == 130
+    assert cli.main(words) == 2
+    assert "that run has --kernel off, here it is auto" in capsys.readouterr().err
+    assert cli.main([*words, "--kernel", "off"]) == 0
+
+
 def test_resume_refuses_another_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with monkeypatch.context() as patch:
         interrupting(patch, when=2)
