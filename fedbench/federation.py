@@ -18,7 +18,7 @@ from fedbench.algorithm import Algorithm, Answer, Tensors, World, check_stages
 from fedbench.central import Central, Pool
 from fedbench.draw import Draw
 from fedbench.engine import Engine, Round, Uploads, sent_rows, sent_to, vmapped
-from fedbench.errors import FedbenchError, NotFinite
+from fedbench.errors import FedbenchError, NotFinite, UsageError
 from fedbench.evaluate import Evaluator
 from fedbench.failures import Failures
 from fedbench.split import TRAIN, Samples, Split, cohort_of, sample_round
@@ -301,7 +301,15 @@ def check_local_work(algorithm: Algorithm, split: Split, seed: int) -> None:
         answer = algorithm.answer(algorithm.init_server(world, Draw(seed, 0, None, torch.float32, "cpu")))
         own = algorithm.init_client(world, Draw(seed, 0, np.zeros(1, np.int64), torch.float32, "cpu"))
         sent = sent_rows(answer, one, torch.arange(world.items)[None], algorithm.tables) if sent_to(answer, one)[0] else {}
-        check_stages(algorithm, algorithm.stages(sent), vmapped(algorithm.receive, own, sent))
+        stages = algorithm.stages(sent)
+        check_stages(algorithm, stages, vmapped(algorithm.receive, own, sent))
+        kept = [name for name in algorithm.tables if name in own]
+        for name in (name for stage in stages for phase in stage.phases for name in phase.names):
+            if kept and name in sent and name not in own:  # the engine merges what is sent into own tables, and trains what is kept alone
+                raise UsageError(
+                    f"{algorithm.name}: a client that keeps a table of its own ({kept[0]!r}) cannot train {name!r}, which is only sent; "
+                    f"return {name!r} from init_client too (adding-an-algorithm.md)"
+                )
     except FedbenchError:
         raise
     except Exception:  # of a method that does without one of these, or not in so small a world: the first round tells

@@ -419,6 +419,17 @@ def test_an_unknown_optimizer_ends_a_run_before_it_begins(word: str, tmp_path: P
     assert ("did you mean sgd?" in error) == (word == "SGD") and not (tmp_path / "r").exists()
 
 
+def test_an_own_table_beside_a_trained_shared_one_is_refused_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    body = """tables = ("items", "bias")
+    def init_client(self, world, draw): return {**super().init_client(world, draw), "bias": draw.normal("bias", world.items)}
+    def phases(self, sent): return (Phase(("user", "items", "bias"), 0.1),)"""
+    (tmp_path / "mine.py").write_text(f"{PLUG_IN}    {body}\n")
+    assert cli.main(f"--algo {tmp_path / 'mine.py'} {DATA} --out {tmp_path / 'r'}".split()) == 2
+    error = capsys.readouterr().err.strip()
+    assert "keeps a table of its own ('bias') cannot train 'items', which is only sent" in error and "\n" not in error
+    assert not (tmp_path / "r").exists()
+
+
 @dataclass(frozen=True)
 class SomeAreSent(Algorithm):
     """Names a tensor that only a client holds that was sent something: nobody is in the first round."""
