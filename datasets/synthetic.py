@@ -41,7 +41,7 @@ START = 1_600_000_000
 YEAR = 365 * 24 * 3600
 
 
-@register_dataset("synthetic", summary="seeded generator with planted tastes; --users, --items, --interactions, --data-seed")
+@register_dataset("synthetic", summary="seeded generator with planted tastes; --users, --items, --interactions (a user), --data-seed")
 def load(options: DatasetOptions) -> Interactions:
     users, items, mean = options.users, options.items, options.interactions
     _check(users, items, mean, options.data_seed)

@@ -648,8 +648,7 @@ def print_help(argv: Sequence[str], how: str) -> None:
     groups = flag_groups(cls)
     if how == "short":
         groups = dict(list(groups.items())[: 3 if cls else 2])
-    name = cls.name if cls else "NAME"
-    more = f"python train.py --algo {name} --help all shows the flags of protocol,\ndata, machine and output too.\n\n"
+    more = f"python train.py --algo {algo or 'NAME'} --help all shows the flags of protocol,\ndata, machine and output too.\n\n"
     _parser(algo, cls, groups, more if how == "short" else "").print_help()
 
 

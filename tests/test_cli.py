@@ -135,7 +135,8 @@ def test_help_of_an_algorithm_has_its_flags_and_help_all_every_flag(tiny: str, c
         assert cli.main(words.split()) == 0
         shown[words] = capsys.readouterr().out
     short, turned, long, bare, same = shown.values()
-    assert short == turned and "--weight" in short and "--rounds" in short and "--split-seed" not in short and "--help all" in short
+    assert short == turned and "--weight" in short and "--rounds" in short and "--split-seed" not in short
+    assert f"--algo {tiny} --help all" in short
     assert "--weight" in long and "--split-seed" in long and "--weight" not in bare and "(default: 100)" in bare and bare == same
 
 
