@@ -369,7 +369,7 @@ def test_a_gpu_kernel_is_given_no_plan_that_it_would_do_wrong(given: dict[str, A
     """It moves every row and the user: what spares some of them takes the generic path, with a mixture and without."""
     federation = Federation.start(FedEM(**SMALL, adapter=(16, 8, 1), **given), small_split(), 0, kernel="off")
     engine = federation.engine
-    engine.gpu_kernels = mock.Mock()
+    engine.gpu_kernels, engine.compared = mock.Mock(), None  # one that trains nothing would be refused at its first use
     engine.gpu_kernels.train.side_effect = lambda plan, held, codes, count, *_: (torch.zeros(len(count)), torch.zeros_like(count))
     for _ in range(2):
         federation.next_round()

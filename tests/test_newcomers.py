@@ -166,7 +166,7 @@ def test_a_run_reports_new_users_beside_its_own(folder: Path, tmp_path: Path, ca
     assert (summary["clients"], summary["new_user"]["clients"], summary["protocol_fields"]["new_users"]) == (32, 8, 0.2)
     assert len(pd.read_parquet(folder / "per_client.parquet")) == 32
     named = final_metrics(summary, {})
-    assert named["new_user/hr_10"] == summary["new_user"]["hr_10"] and named["new_item/items"] == summary["new_item"]["items"]
+    assert named["new_user/hr_10"] == summary["new_user"]["hr_10"] and named["new_item/hr_10"] == summary["new_item"]["hr_10"]
     assert main(["evaluate", "--run", str(folder), "--new-users"]) == 0
     *_, columns, trained, new = capsys.readouterr().out.splitlines()
     assert columns.split()[:2] == ["HR@10", "NDCG@10"]
