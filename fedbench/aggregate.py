@@ -65,6 +65,8 @@ class Rows(NamedTuple):
 
     def combined(self, items: int, how: str, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The same, and how many clients sent each row [M], or how much they count together."""
+        if how not in AVERAGES:
+            raise UsageError(f"rows are combined by {', '.join(AVERAGES)}, not by {how!r}")
         shape = (-1, *[1] * (self.value.dim() - 1))
         each = None if weight is None else weight.to(self.value)[self.client]
         total, senders = map(self.total, summed_by_item(self.item, self.value, items, each))

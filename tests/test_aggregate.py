@@ -204,3 +204,10 @@ def test_rows_of_an_item_are_added_up(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(total, expected, rtol=1e-14, atol=1e-14)
         torch.testing.assert_close(count, torch.bincount(item, each, minlength=9), rtol=1e-14, atol=0)
         assert not any(part.any() for part in summed_by_item(item[:0], value[:0], 9))
+
+
+def test_an_unknown_way_to_combine_rows_is_no_plain_sum() -> None:
+    rows = Rows(torch.tensor([1, 1]), torch.tensor([0, 0]), torch.ones(2, 3))
+    assert rows.combine(2, "touching")[0].tolist() == [1, 1, 1]
+    with pytest.raises(UsageError, match="sum, cohort, touching, not by 'mean'"):
+        rows.combine(2, "mean")
