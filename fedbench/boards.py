@@ -17,8 +17,7 @@ from fedbench import significance
 from fedbench.config import NOT_HASHED
 from fedbench.errors import DataError, UsageError
 from fedbench.evaluate import client_metrics
-from fedbench.folder import FLOOR, read_clients, read_settings, read_summary
-from fedbench.mirror import read_lines
+from fedbench.folder import FLOOR, read_clients, read_rounds, read_settings, read_summary
 from fedbench.results import over_folds
 from fedbench.significance import bounds
 
@@ -285,7 +284,7 @@ def read_run(folder: Path) -> Run:
     summary, settings = read_summary(folder), read_settings(folder)
     if not summary:
         raise DataError(f"{path}: is empty; run it again or leave the folder out")
-    run = Run(folder, settings, summary, read_clients(folder), read_lines(folder / "metrics.jsonl"), path.stat().st_mtime)
+    run = Run(folder, settings, summary, read_clients(folder), read_rounds(folder), path.stat().st_mtime)
     try:
         _ = run.fingerprint
     except (TypeError, ValueError, KeyError) as error:

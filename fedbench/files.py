@@ -152,9 +152,15 @@ def make_folder(path: Path) -> Path:
 
 
 def refuse_links(folder: Path) -> None:
-    """Raise if something in a folder to be written to leads elsewhere. The folder itself may be a link: that was asked for."""
+    """Raise if something in a folder to be written to leads elsewhere, or is neither a file nor a folder.
+
+    The folder itself may be a link: that was asked for.
+    """
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             if entry.is_symlink():
                 path = folder / entry.name
                 raise InTheWay(errno.ELOOP, f"{path} is a link, which is not followed; remove it", str(path))
+            if not entry.is_dir() and not entry.is_file():
+                kind = KINDS.get(stat.S_IFMT(entry.stat().st_mode), "no regular file")
+                raise InTheWay(errno.EINVAL, f"{folder / entry.name} is {kind}; remove it", entry.name)

@@ -102,6 +102,16 @@ def read_clients(folder: Path) -> pd.DataFrame:
     return clients
 
 
+def read_rounds(folder: Path) -> list[dict[str, Any]]:
+    """A finished run's metrics.jsonl: each round once and in order. [] if there is none."""
+    path = folder / "metrics.jsonl"
+    lines = mirror.read_lines(path)
+    for number, line in enumerate(lines, 1):
+        if line["round"] != number:
+            raise _damaged(path, f"round {line['round']} stands where round {number} belongs")
+    return lines
+
+
 def check_rounds(out: Path, done: int) -> None:
     """Raise if metrics.jsonl does not tell each of the rounds up to `done` once and in order: they could not be made again."""
     path = out / "metrics.jsonl"

@@ -249,3 +249,11 @@ def test_a_run_goes_on_past_no_named_pipe(tmp_path: Path) -> None:
         (there / "checkpoint" / name).unlink()
         os.mkfifo(there / "checkpoint" / name)
         assert ask(RUN, "--out", there, "--checkpoint-every", "1")[0] == 0
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "figures", "per_client.parquet", "summary.json.part"])
+def test_a_named_pipe_where_a_run_will_write_is_refused_before_it_trains(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    code, said = ask(RUN, "--out", tmp_path)
+    assert code == 2 and f"{tmp_path / name} is a named pipe" in said
+    assert [path.name for path in tmp_path.iterdir()] == [name]

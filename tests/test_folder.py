@@ -140,6 +140,14 @@ def test_a_summary_of_wrong_types_is_named(runs: Path, tmp_path: Path, odd: dict
     assert not (tmp_path / "report").exists()
 
 
+def test_a_report_finds_a_round_that_is_missing(runs: Path, tmp_path: Path) -> None:
+    out = copied(runs, "r", tmp_path / "r")
+    path = out / "metrics.jsonl"
+    path.write_text("".join(lines_of(path)[1:]))
+    code, said = ask("report", out, "--out", tmp_path / "report")
+    assert code == 3 and f"{path}: round 2 stands where round 1 belongs" in said
+
+
 def test_clients_of_wrong_columns_are_named(runs: Path, tmp_path: Path) -> None:
     whole = pd.read_parquet(runs / "r" / "per_client.parquet")
     many = len(whole)
