@@ -46,8 +46,11 @@ def shown(text: object, keep: str = "") -> str:
 
 
 def say(text: object = "", file: TextIO | None = None) -> None:
-    """Print for people: what a line holds cannot steer the terminal."""
-    print(shown(text, keep="\n\t"), file=file, flush=True)
+    """Print for people: what a line holds cannot steer the terminal. Where nobody reads any more (behind `head`), it goes nowhere."""
+    try:
+        print(shown(text, keep="\n\t"), file=file, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), (file or sys.stdout).fileno())
 
 
 class Shown(logging.Filter):

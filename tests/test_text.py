@@ -165,6 +165,11 @@ def test_a_closed_standard_output_and_one_that_knows_ascii_alone(tmp_path: Path)
     assert (closed.returncode, closed.stderr) == (0, "")
     files = [path for path in (tmp_path / "r").rglob("*") if path.is_file() and path.suffix in (".json", ".jsonl", ".txt")]
     assert len(files) > 8 and not any("charts  " in path.read_text() or "folder  " in path.read_text() for path in files)
+    read, write = os.pipe()
+    os.close(read)
+    unread = python(words, stdout=write, stderr=subprocess.PIPE)  # finished already: it only prints
+    os.close(write)
+    assert (unread.returncode, unread.stderr) == (0, "")
     ascii_only = python(words, capture_output=True)
     assert (ascii_only.returncode, ascii_only.stderr) == (0, "") and " +- " in ascii_only.stdout
 
