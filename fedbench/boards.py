@@ -284,7 +284,7 @@ def read_run(folder: Path) -> Run:
     summary, settings = read_summary(folder), read_settings(folder)
     if not summary:
         raise DataError(f"{path}: is empty; run it again or leave the folder out")
-    run = Run(folder, settings, summary, read_clients(folder), read_rounds(folder), path.stat().st_mtime)
+    run = Run(folder, settings, summary, read_clients(folder), read_rounds(folder, summary.get("rounds")), path.stat().st_mtime)
     try:
         _ = run.fingerprint
     except (TypeError, ValueError, KeyError) as error:

@@ -32,6 +32,7 @@ def find(out: Path, config: RunConfig, parts: Split | None = None) -> dict[str, 
         )
     if parts and (summary.get("data_checksum"), summary["protocol_fingerprint"]) != (parts.checksum, parts.fingerprint):
         raise UsageError(f"--out {out} holds a finished run on other data; start again with another --out")
+    folder.read_rounds(out, summary.get("rounds"))
     return summary
 
 

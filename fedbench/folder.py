@@ -102,13 +102,15 @@ def read_clients(folder: Path) -> pd.DataFrame:
     return clients
 
 
-def read_rounds(folder: Path) -> list[dict[str, Any]]:
-    """A finished run's metrics.jsonl: each round once and in order. [] if there is none."""
+def read_rounds(folder: Path, rounds: object = None) -> list[dict[str, Any]]:
+    """A finished run's metrics.jsonl: each of its `rounds` once and in order. [] if there is none."""
     path = folder / "metrics.jsonl"
     lines = mirror.read_lines(path)
     for number, line in enumerate(lines, 1):
         if line["round"] != number:
             raise _damaged(path, f"round {line['round']} stands where round {number} belongs")
+    if lines and isinstance(rounds, int) and len(lines) != rounds:
+        raise _damaged(path, f"has {len(lines)} rounds of {rounds}")
     return lines
 
 

@@ -140,12 +140,16 @@ def test_a_summary_of_wrong_types_is_named(runs: Path, tmp_path: Path, odd: dict
     assert not (tmp_path / "report").exists()
 
 
-def test_a_report_finds_a_round_that_is_missing(runs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("keep", "said"), [(slice(1, None), "round 2 stands where round 1 belongs"), (slice(None, -1), "has 2 rounds of 3")]
+)
+def test_a_finished_run_with_a_round_missing_is_found(runs: Path, tmp_path: Path, keep: slice, said: str) -> None:
     out = copied(runs, "r", tmp_path / "r")
     path = out / "metrics.jsonl"
-    path.write_text("".join(lines_of(path)[1:]))
-    code, said = ask("report", out, "--out", tmp_path / "report")
-    assert code == 3 and f"{path}: round 2 stands where round 1 belongs" in said
+    path.write_text("".join(lines_of(path)[keep]))
+    for words in (("report", out, "--out", tmp_path / "report"), (RUN, "--out", out)):
+        code, text = ask(*words)
+        assert code == 3 and f"{path}: {said}" in text
 
 
 def test_clients_of_wrong_columns_are_named(runs: Path, tmp_path: Path) -> None:
