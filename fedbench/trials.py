@@ -69,7 +69,7 @@ def run(configs: Mapping[Any, RunConfig], threads: int, seconds: float = SECONDS
         for number, config in enumerate(configs.values()):
             told = {key: value for key, value in config.to_dict().items() if key != "out"}
             write_json(folder / f"{number}.config.json", {**told, "threads": threads, "resume": "auto"})
-        command = [sys.executable, "-m", "fedbench.trials", name, str(time.process_time()), *(config.algo for config in configs.values())]
+        command = [sys.executable, "-m", "fedbench.trials", name, *(config.algo for config in configs.values())]
         process = pool.start(pool.Job("trials", command, folder / "log", {"PYTHONPATH": str(pool.ROOT)}))
         try:
             process.wait(seconds)
@@ -82,8 +82,11 @@ def run(configs: Mapping[Any, RunConfig], threads: int, seconds: float = SECONDS
     return {key: Trial(**told["trial"]) if "trial" in told else str(told["error"]) for key, told in found.items() if told}
 
 
-def main(folder: Path, started: float, algorithms: Sequence[str]) -> None:
+def main(folder: Path, algorithms: Sequence[str]) -> None:
     """Try what the files in a folder describe, one after another; the results are beside them."""
+    from fedbench import bench, run  # noqa: F401 (what every run loads before it begins)
+
+    started = time.process_time()
     logging.disable(logging.WARNING)
     for number, algo in enumerate(algorithms):
         try:
@@ -130,4 +133,4 @@ def _try(config: RunConfig, started: float) -> Trial:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -319,8 +319,15 @@ def test_a_centralised_method_goes_on_with_the_same_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*FEDMF.replace("fedmf", "central_mf").split(), "--out", str(tmp_path / "r")]
+    train_round = run.Federation.next_round
+
+    def pressed(self: run.Federation) -> Any:
+        if self.round == 1:
+            signal.raise_signal(signal.SIGINT)
+        return train_round(self)
+
     with monkeypatch.context() as patch:
-        interrupting(patch, when=2)
+        patch.setattr(run.Federation, "next_round", pressed)
         assert cli.main([*words, "--kernel", "off"]) == 130
     assert cli.main(words) == 2
     assert "that run has --kernel off, here it is auto" in capsys.readouterr().err
