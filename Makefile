@@ -4,13 +4,17 @@ PY := .venv/bin/python
 PORT ?= 5000
 export MLFLOW_DISABLE_TELEMETRY := true
 
-.PHONY: run test test-browser test-gpu test-ray lint setup ui clean
+.PHONY: run test golden test-browser test-gpu test-ray lint setup ui clean
 
 run: setup
 	$(PY) train.py --algo fedem --dataset filmtrust --alpha 0.9
 
 test: setup lint
 	$(PY) -m pytest -n auto --dist worksteal
+
+# every method computes what it did: all cases of tests/golden.py; the tests run some of them
+golden: setup
+	$(PY) -m tests.golden
 
 # needs Chromium from the system's packages, such as `apt-get install chromium`
 test-browser: setup
