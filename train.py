@@ -2,7 +2,7 @@
 
 import sys
 
-from fedbench.cli import main
+from fedbench.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

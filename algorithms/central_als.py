@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbench.algorithm import Tensors, World
-from fedbench.central import Central, Pool
-from fedbench.draw import Draw
-from fedbench.fused import DotBCE
-from fedbench.registry import register
+from fedbench.contract.algorithm import Tensors, World
+from fedbench.contract.randomness import Draw
+from fedbench.contract.registry import register
+from fedbench.kernels.fused import DotBCE
+from fedbench.parts.central import Central, Pool
 
 ROWS = 1 << 14
 """padded rows that are solved with at once"""

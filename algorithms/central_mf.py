@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedbench.algorithm import Tensors, World
-from fedbench.central import Descent, Pool
-from fedbench.draw import Draw
-from fedbench.fused import TINY, DotBCE, train_pool
-from fedbench.registry import register
+from fedbench.contract.algorithm import Tensors, World
+from fedbench.contract.randomness import Draw
+from fedbench.contract.registry import register
+from fedbench.kernels.fused import TINY, DotBCE, train_pool
+from fedbench.parts.central import Descent, Pool
 
 
 @register("central_mf", summary="ceiling: matrix factorisation by Adam with all data in one place")

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbench.algorithm import Tensors, World
-from fedbench.central import Descent
-from fedbench.draw import Draw
+from fedbench.contract.algorithm import Tensors, World
+from fedbench.contract.randomness import Draw
+from fedbench.contract.registry import register
 from fedbench.errors import UsageError
-from fedbench.fused import NeuMFBCE
-from fedbench.merge import init_mlp, mlp
-from fedbench.registry import register
+from fedbench.kernels.fused import NeuMFBCE
+from fedbench.parts.central import Descent
+from fedbench.parts.merging import init_mlp, mlp
 
 
 @register("central_ncf", summary="ceiling: NCF (NeuMF) by Adam with all data in one place")

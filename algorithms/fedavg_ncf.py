@@ -20,15 +20,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbench.aggregate import Rows
-from fedbench.algorithm import Answer, Batch, Phase, Tensors, World, bce
-from fedbench.draw import Draw
-from fedbench.engine import Uploads
+from fedbench.contract.algorithm import Answer, Batch, Phase, Tensors, World, bce
+from fedbench.contract.randomness import Draw
+from fedbench.contract.registry import register
 from fedbench.errors import UsageError
-from fedbench.fused import NeuMFBCE
-from fedbench.merge import init_mlp, mlp
-from fedbench.registry import register
-from fedbench.server import SharedModel
+from fedbench.kernels.fused import NeuMFBCE
+from fedbench.parts.merging import init_mlp, mlp
+from fedbench.parts.mixing import Rows
+from fedbench.parts.server_optimizer import SharedModel
+from fedbench.simulation.engine import Uploads
 
 
 @register("fedavg_ncf", summary="NCF (NeuMF) by federated averaging: item rows and layers shared, user embeddings private")

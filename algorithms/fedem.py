@@ -24,14 +24,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedbench.aggregate import Tables, delivered, signatures, similarity, solve_weights
-from fedbench.algorithm import Algorithm, Answer, Batch, Phase, Tensors, World, bce
-from fedbench.draw import Draw
-from fedbench.engine import Uploads
+from fedbench.contract.algorithm import Algorithm, Answer, Batch, Phase, Tensors, World, bce
+from fedbench.contract.randomness import Draw
+from fedbench.contract.registry import register
 from fedbench.errors import UsageError
-from fedbench.fused import DotBCE, ElasticBCE
-from fedbench.merge import MERGES, elastic, init_mlp, static
-from fedbench.registry import register
+from fedbench.kernels.fused import DotBCE, ElasticBCE
+from fedbench.parts.merging import MERGES, elastic, init_mlp, static
+from fedbench.parts.mixing import Tables, delivered, signatures, similarity, solve_weights
+from fedbench.simulation.engine import Uploads
 
 
 @register("fedem", summary="elastic merging: own item tables, similarity-weighted aggregation, a learned merge")

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedbench.algorithm import Answer, Batch, Phase, Tensors, World, bce
-from fedbench.draw import Draw
-from fedbench.engine import Uploads
-from fedbench.fused import DotBCE
-from fedbench.registry import register
-from fedbench.server import SharedModel
+from fedbench.contract.algorithm import Answer, Batch, Phase, Tensors, World, bce
+from fedbench.contract.randomness import Draw
+from fedbench.contract.registry import register
+from fedbench.kernels.fused import DotBCE
+from fedbench.parts.server_optimizer import SharedModel
+from fedbench.simulation.engine import Uploads
 
 
 @register("fedmf", summary="federated matrix factorisation: item table shared, user vectors private")

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbench.algorithm import Answer, Batch, Extra, Phase, Tensors, World, bce
-from fedbench.draw import Draw
-from fedbench.engine import Uploads
+from fedbench.contract.algorithm import Answer, Batch, Extra, Phase, Tensors, World, bce
+from fedbench.contract.randomness import Draw
+from fedbench.contract.registry import register
 from fedbench.errors import UsageError
-from fedbench.fused import BiasedBCE, BiasedMSE
-from fedbench.registry import register
-from fedbench.server import SharedModel
+from fedbench.kernels.fused import BiasedBCE, BiasedMSE
+from fedbench.parts.server_optimizer import SharedModel
+from fedbench.simulation.engine import Uploads
 
 LEARNING_RATES = {"batch": 0.8, "stochastic": 0.02, "implicit": 0.02}
 

@@ -23,15 +23,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedbench.algorithm import Answer, Batch, Phase, Stage, Tensors, World
-from fedbench.draw import Draw
-from fedbench.engine import Uploads
+from fedbench.contract.algorithm import Answer, Batch, Phase, Stage, Tensors, World
+from fedbench.contract.randomness import Draw
+from fedbench.contract.registry import register
 from fedbench.errors import UsageError
-from fedbench.fused import DotBCE
-from fedbench.newton import newton_step, packed
-from fedbench.registry import register
-from fedbench.ridge import Ridge
-from fedbench.server import OPTIMIZERS, SharedModel
+from fedbench.kernels.fused import DotBCE
+from fedbench.kernels.ridge import Ridge
+from fedbench.parts.newton import newton_step, packed
+from fedbench.parts.server_optimizer import OPTIMIZERS, SharedModel
+from fedbench.simulation.engine import Uploads
 
 
 @register("fedrecon", summary="federated reconstruction: clients keep nothing, user vectors are rebuilt each round (closed form or sgd)")

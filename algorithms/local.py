@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedbench.algorithm import Algorithm, Batch, Phase, Tensors, World, bce
-from fedbench.draw import Draw
-from fedbench.fused import DotBCE
-from fedbench.registry import register
+from fedbench.contract.algorithm import Algorithm, Batch, Phase, Tensors, World, bce
+from fedbench.contract.randomness import Draw
+from fedbench.contract.registry import register
+from fedbench.kernels.fused import DotBCE
 
 
 @register("local", summary="every client alone, no server: must stay at chance on an honest protocol")

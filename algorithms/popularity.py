@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbench.algorithm import Algorithm, Answer, Tensors, World
-from fedbench.draw import Draw
-from fedbench.engine import Uploads
-from fedbench.registry import register
+from fedbench.contract.algorithm import Algorithm, Answer, Tensors, World
+from fedbench.contract.randomness import Draw
+from fedbench.contract.registry import register
+from fedbench.simulation.engine import Uploads
 
 
 @register("popularity", summary="rank items by how many clients have them: the floor to clear")

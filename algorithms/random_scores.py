@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedbench.algorithm import Algorithm, Tensors, World
-from fedbench.draw import Draw
-from fedbench.registry import register
+from fedbench.contract.algorithm import Algorithm, Tensors, World
+from fedbench.contract.randomness import Draw
+from fedbench.contract.registry import register
 
 
 @register("random", summary="random scores: chance level")

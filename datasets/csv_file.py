@@ -23,7 +23,7 @@ from pyarrow import csv as arrow_csv
 
 from datasets.rows import assemble_coded
 from fedbench import files, text
-from fedbench.data import DatasetOptions, Interactions
+from fedbench.contract.dataset import DatasetOptions, Interactions
 from fedbench.errors import DataError
 
 

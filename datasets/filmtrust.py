@@ -6,9 +6,9 @@ Three (user, film) pairs are rated twice; the later row stays.
 from __future__ import annotations
 
 from datasets.rows import RowFormat, assemble
-from fedbench.data import DatasetOptions, Interactions
-from fedbench.registry import register_dataset
-from fedbench.sources import DataFile, Package, Web, obtain
+from fedbench.contract.dataset import DatasetOptions, Interactions
+from fedbench.contract.registry import register_dataset
+from fedbench.data.sources import DataFile, Package, Web, obtain
 
 ROWS = RowFormat(None, (("user", int), ("item", int), ("rating", float)))
 

@@ -11,9 +11,9 @@ import io
 import pandas as pd
 
 from datasets.rows import RowFormat, assemble
-from fedbench.data import DatasetOptions, Interactions
-from fedbench.registry import register_dataset
-from fedbench.sources import DataFile, Package, Web, obtain
+from fedbench.contract.dataset import DatasetOptions, Interactions
+from fedbench.contract.registry import register_dataset
+from fedbench.data.sources import DataFile, Package, Web, obtain
 
 MIN_ASSIGNMENTS = 5
 COLUMNS = ["user", "artist", "tag", "milliseconds"]

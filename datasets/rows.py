@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fedbench.data import Interactions
+from fedbench.contract.dataset import Interactions
+from fedbench.data.sources import Fetched
 from fedbench.errors import DataError
-from fedbench.sources import Fetched
 from fedbench.text import number, whole
 
 

@@ -11,13 +11,13 @@ import torch
 from numba import njit, prange
 
 from datasets.rows import assemble
-from fedbench.data import DatasetOptions, Interactions
-from fedbench.draw import Draw, keys, unit
+from fedbench.contract.dataset import DatasetOptions, Interactions
+from fedbench.contract.randomness import Draw, keys, unit
+from fedbench.contract.registry import register_dataset
+from fedbench.data.sources import cache_folder
 from fedbench.errors import UsageError
-from fedbench.lock import alone
-from fedbench.registry import register_dataset
-from fedbench.sources import cache_folder
-from fedbench.store import free_memory
+from fedbench.locks import alone
+from fedbench.simulation.client_store import free_memory
 
 RANK = 6
 TASTE = 3.0

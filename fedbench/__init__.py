@@ -25,7 +25,7 @@ def compiled_kernels() -> Path:
     By itself numba looks at the file of a kernel alone: it would go on with one that calls what has changed in another file.
     """
     here, sources = Path(__file__).parent, hashlib.sha256()
-    for file in sorted([*here.glob("*.py"), *here.parent.glob("datasets/*.py")]):
+    for file in sorted([*here.rglob("*.py"), *here.parent.glob("datasets/*.py")]):
         text = file.read_bytes()
         if b"numba" in text:
             sources.update(text)

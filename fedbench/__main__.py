@@ -7,23 +7,23 @@ import sys
 from collections.abc import Sequence
 
 from fedbench import __version__
-from fedbench.cli import guard, require_packages
+from fedbench.commands.cli import guard, require_packages
 from fedbench.errors import UsageError
-from fedbench.hints import nearest
+from fedbench.settings.hints import nearest
 from fedbench.text import say
 
 COMMANDS = {
-    "train": ("fedbench.cli:train", "one run, as train.py"),
-    "sweep": ("fedbench.sweep:main", "many runs: grids and studies"),
-    "audit": ("fedbench.audit:main", "prove that a protocol does not leak"),
-    "bench": ("fedbench.bench:main", "measure speed"),
-    "fetch": ("fedbench.cli:fetch", "bring datasets into the cache"),
-    "list": ("fedbench.cli:show_list", "show algorithms and datasets"),
-    "report": ("fedbench.report:main", "compare finished runs in one page"),
-    "ui": ("fedbench.ui:main", "open all runs in the MLflow UI"),
-    "evaluate": ("fedbench.measure:main", "measure a finished run's model again, also on new users"),
-    "recommend": ("fedbench.recommend:main", "what a trained model recommends"),
-    "log-model": ("fedbench.log_model:main", "put a trained model into MLflow, to be served"),
+    "train": ("fedbench.commands.cli:train", "one run, as train.py"),
+    "sweep": ("fedbench.sweeping.sweep:main", "many runs: grids and studies"),
+    "audit": ("fedbench.commands.audit:main", "prove that a protocol does not leak"),
+    "bench": ("fedbench.commands.bench:main", "measure speed"),
+    "fetch": ("fedbench.commands.cli:fetch", "bring datasets into the cache"),
+    "list": ("fedbench.commands.cli:show_list", "show algorithms and datasets"),
+    "report": ("fedbench.reporting.report:main", "compare finished runs in one page"),
+    "ui": ("fedbench.commands.ui:main", "open all runs in the MLflow UI"),
+    "evaluate": ("fedbench.commands.evaluate:main", "measure a finished run's model again, also on new users"),
+    "recommend": ("fedbench.commands.recommend:main", "what a trained model recommends"),
+    "log-model": ("fedbench.commands.log_model:main", "put a trained model into MLflow, to be served"),
 }
 USAGE = f"""usage: python -m fedbench COMMAND [flags]
 

@@ -15,7 +15,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from mlflow.pyfunc import PythonModel
 
-from fedbench import model
+from fedbench.experiment import saved_model
 
 K = 10
 
@@ -25,7 +25,7 @@ class Recommender(PythonModel):
 
     def load_context(self, context: Any) -> None:
         folder = Path(context.artifacts["model"])
-        self.model = model.read(folder, beside=folder.parents[1] / "code")
+        self.model = saved_model.read(folder, beside=folder.parents[1] / "code")
 
     def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
         users = model_input["user"].astype(str)

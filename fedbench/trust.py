@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fedbench import files
 from fedbench.errors import UsageError
-from fedbench.lock import alone
+from fedbench.locks import alone
 from fedbench.text import say, shown
 
 FLAG = "--trust-plugin"

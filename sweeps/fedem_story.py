@@ -21,8 +21,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fedbench.config import resolve  # first: it sets up what torch and numba read when they are imported
-from fedbench.run import prepare, set_threads
+from fedbench.experiment.run import prepare, set_threads
+from fedbench.settings.config import resolve  # first: it sets up what torch and numba read when they are imported
 
 # isort: split
 import matplotlib as mpl
@@ -30,11 +30,11 @@ import torch
 from torch import Tensor
 
 from algorithms.fedem import FedEM
-from fedbench.algorithm import Answer
-from fedbench.evaluate import ranking_metrics, ranks_among
-from fedbench.federation import Federation
-from fedbench.split import Split
-from fedbench.store import ClientStore
+from fedbench.contract.algorithm import Answer
+from fedbench.data.split import Split
+from fedbench.evaluation.metrics import ranking_metrics, ranks_among
+from fedbench.simulation.client_store import ClientStore
+from fedbench.simulation.federation import Federation
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 NEW = FedEM()

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from datasets.synthetic import load
-from fedbench.data import DatasetOptions
-from fedbench.protocol import PRESETS
-from fedbench.split import Samples, Split, split
+from fedbench.contract.dataset import DatasetOptions
+from fedbench.data.protocol import PRESETS
+from fedbench.data.split import Samples, Split, split
 
 
 @cache

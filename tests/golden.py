@@ -28,7 +28,8 @@ import pandas as pd
 from safetensors.numpy import load_file
 from tqdm import tqdm
 
-from fedbench import cli, registry
+from fedbench.commands import cli
+from fedbench.contract import registry
 
 FILE = Path(__file__).with_suffix(".json")
 DATA = ("--dataset", "synthetic", "--users", "40", "--items", "90", "--interactions", "12")

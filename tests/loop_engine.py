@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbench.aggregate import Rows
-from fedbench.algorithm import Algorithm, Answer, Batch, Phase, Stage, Tensors, World
-from fedbench.draw import keys
-from fedbench.engine import Uploads
-from fedbench.split import Samples, orders
+from fedbench.contract.algorithm import Algorithm, Answer, Batch, Phase, Stage, Tensors, World
+from fedbench.contract.randomness import keys
+from fedbench.data.split import Samples, orders
+from fedbench.parts.mixing import Rows
+from fedbench.simulation.engine import Uploads
 
 
 def make_optimizer(phase: Phase, held: Tensors) -> torch.optim.Optimizer:

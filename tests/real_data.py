@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fedbench.data import DatasetOptions
-from fedbench.sources import cache_folder
+from fedbench.contract.dataset import DatasetOptions
+from fedbench.data.sources import cache_folder
 
 REAL = Path(os.environ.get("FEDBENCH_DATA") or cache_folder(DatasetOptions()))
 FETCHED = "python -m fedbench fetch filmtrust ml-100k ml-1m lastfm-2k"

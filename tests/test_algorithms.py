@@ -23,19 +23,19 @@ from algorithms.fedrecon import FedRecon
 from algorithms.local import Local
 from algorithms.popularity import Popularity
 from algorithms.random_scores import Random
-from fedbench import checkpoint, run
-from fedbench.aggregate import Rows
-from fedbench.algorithm import Algorithm, Tensors, World
-from fedbench.config import RunConfig
-from fedbench.draw import Draw
-from fedbench.engine import Engine, Uploads, sent_whole
+from fedbench.contract.algorithm import Algorithm, Tensors, World
+from fedbench.contract.randomness import Draw
+from fedbench.data.split import Samples, Split, cohort_of, sample_round
 from fedbench.errors import UsageError
-from fedbench.evaluate import metrics_of
-from fedbench.failures import Failures
-from fedbench.federation import Federation, world_of
-from fedbench.results import Best
-from fedbench.split import Samples, Split, cohort_of, sample_round
-from fedbench.store import ClientStore
+from fedbench.evaluation.metrics import metrics_of
+from fedbench.experiment import checkpoint, run
+from fedbench.experiment.summary import Best
+from fedbench.parts.mixing import Rows
+from fedbench.settings.config import RunConfig
+from fedbench.simulation.client_store import ClientStore
+from fedbench.simulation.engine import Engine, Uploads, sent_whole
+from fedbench.simulation.failures import Failures
+from fedbench.simulation.federation import Federation, world_of
 from tests import loop_engine
 from tests.conftest import small_split, without_samples
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fedbench.__main__ import main
-from fedbench.audit import candidates_unseen, held_out_apart, negatives
+from fedbench.commands.audit import candidates_unseen, held_out_apart, negatives
 from tests.conftest import small_split
 
 SYNTHETIC = ["--dataset", "synthetic", "--users", "400", "--items", "300", "--interactions", "40"]

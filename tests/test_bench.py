@@ -10,12 +10,24 @@ import numpy as np
 import pytest
 import torch
 
-from fedbench import registry
 from fedbench.__main__ import main
-from fedbench.bench import PARTS, WHOLE, adam_limit, both_engines, compared, first_clients, first_run, line, measure, render, spread_over
-from fedbench.federation import Federation
-from fedbench.growth import drawn, exponent, fixed, growth, quantities
-from fedbench.split import sample_round
+from fedbench.commands.bench import (
+    PARTS,
+    WHOLE,
+    adam_limit,
+    both_engines,
+    compared,
+    first_clients,
+    first_run,
+    line,
+    measure,
+    render,
+    spread_over,
+)
+from fedbench.commands.growth import drawn, exponent, fixed, growth, quantities
+from fedbench.contract import registry
+from fedbench.data.split import sample_round
+from fedbench.simulation.federation import Federation
 from tests.conftest import small_split
 
 TINY = ["--users", "60", "--items", "120", "--interactions", "15"]

@@ -13,15 +13,16 @@ from torch import nn
 from algorithms.central_als import CentralALS
 from algorithms.central_mf import CentralMF
 from algorithms.central_ncf import CentralNCF
-from fedbench import checkpoint, cli, run
-from fedbench.algorithm import Tensors, World
-from fedbench.central import Central, Descent, Pool
-from fedbench.config import RunConfig, resolve
-from fedbench.draw import Draw
+from fedbench.commands import cli
+from fedbench.contract.algorithm import Tensors, World
+from fedbench.contract.randomness import Draw
 from fedbench.errors import UsageError
-from fedbench.evaluate import ranking_metrics
-from fedbench.federation import Federation
-from fedbench.results import Best
+from fedbench.evaluation.metrics import ranking_metrics
+from fedbench.experiment import checkpoint, run
+from fedbench.experiment.summary import Best
+from fedbench.parts.central import Central, Descent, Pool
+from fedbench.settings.config import RunConfig, resolve
+from fedbench.simulation.federation import Federation
 from tests.conftest import small_split
 
 SEED = 0

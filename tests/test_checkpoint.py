@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from fedbench import checkpoint
-from fedbench.checkpoint import Cadence
 from fedbench.errors import FedbenchError, UsageError
+from fedbench.experiment import checkpoint
+from fedbench.experiment.checkpoint import Cadence
 
 FACTS = {"round": 3, "config": "0a1b2c3d", "best_score": 0.1 + 0.2, "note": "µ"}
 

@@ -15,22 +15,24 @@ from pathlib import Path
 import pytest
 
 import fedbench
-from fedbench import cli, config, registry
 from fedbench.__main__ import COMMANDS
 from fedbench.__main__ import main as fedbench_main
-from fedbench.algorithm import Algorithm
-from fedbench.config import resolve
-from fedbench.data import DatasetOptions
+from fedbench.commands import cli
+from fedbench.contract import registry
+from fedbench.contract.algorithm import Algorithm
+from fedbench.contract.dataset import DatasetOptions
+from fedbench.data.protocol import PRESETS, Protocol
 from fedbench.errors import DataError, FedbenchError, UsageError
-from fedbench.protocol import PRESETS, Protocol
+from fedbench.settings import config
+from fedbench.settings.config import resolve
 
 ROOT = Path(__file__).parents[1]
 TINY = '''
 from __future__ import annotations
 from dataclasses import dataclass
-from fedbench.algorithm import Algorithm
+from fedbench.contract.algorithm import Algorithm
 from fedbench.errors import UsageError
-from fedbench.registry import register
+from fedbench.contract.registry import register
 
 @register("tiny", summary="a tiny one, 100 % simple")
 @dataclass(frozen=True)
@@ -516,7 +518,7 @@ def test_an_older_python_is_told_what_is_needed() -> None:
 
 
 def test_every_package_that_is_imported_is_asked_for() -> None:
-    files = [file for room in ("fedbench", "algorithms", "datasets") for file in (ROOT / room).glob("*.py")]
+    files = [file for room in ("fedbench", "algorithms", "datasets") for file in (ROOT / room).rglob("*.py")]
     trees = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     names = {alias.name for node in trees if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in trees if isinstance(node, ast.ImportFrom) and node.module}

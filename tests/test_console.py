@@ -11,11 +11,11 @@ import sys
 import termios
 from pathlib import Path
 
-from fedbench import tables
 from fedbench.__main__ import USAGE
-from fedbench.cli import HELP
+from fedbench.commands.cli import HELP
 from fedbench.console import UNBROKEN, fitted
-from fedbench.results import metric_rows
+from fedbench.experiment.summary import metric_rows
+from fedbench.sweeping import result_tables
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--dataset", "synthetic", "--users", "60", "--items", "120", "--interactions", "10"]
@@ -64,10 +64,10 @@ def test_a_long_name_is_shortened() -> None:
 
 def test_a_markdown_table_loses_its_costs_first() -> None:
     metrics = ["hr_10", "ndcg_10", "full_hr_10", "full_ndcg_10"]
-    costs = {name: 12_345_678.0 for name in tables.COSTS}
+    costs = {name: 12_345_678.0 for name in result_tables.COSTS}
     figures = {f"{name}{half}": 0.1234 for name in metrics for half in ("", "_pm")}
     rows = [{"clients_per_round": n, "runs": 3, "leaky": n == 10, **figures, **costs} for n in (10, 20)]
-    text = f"# name\n\n{tables.markdown(tables.pd.DataFrame(rows), metrics)}\n\nbest on validation"
+    text = f"# name\n\n{result_tables.markdown(result_tables.pd.DataFrame(rows), metrics)}\n\nbest on validation"
     assert fitted(text) == text
     narrow = fitted(text, 80).splitlines()
     assert max(map(len, narrow)) <= 80 and narrow[2].split()[:3] == ["n", "runs", "HR@10"] and narrow[3].endswith("  LEAKY")

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from fedbench import copier, mirror, tracking
 from fedbench.errors import Interrupted, UsageError
-from fedbench.parent import Parent
+from fedbench.tracking import copier, mirror_process, run_log
+from fedbench.tracking.sweep_parent import Parent
 from tests.test_run import DATA, ROOT
 from tests.test_tracking import CLIENTS, SUMMARY, client, database, eventually, history, line, no_handler_stays, run_child, start
 
@@ -76,7 +76,7 @@ def given_up(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "given up" in record.getMessage()]
 
 
-def process_of(log: tracking.RunLog) -> subprocess.Popen[str]:
+def process_of(log: run_log.RunLog) -> subprocess.Popen[str]:
     assert log._mirror is not None and log._mirror._process is not None
     return log._mirror._process
 
@@ -91,7 +91,7 @@ def test_a_server_that_drips_delays_the_end_by_so_long(
     (said,) = given_up(caplog)
     assert "the copy was not complete after 1.5 s" in said and f"with --resume {tmp_path} complete the copy" in said
     assert process_of(log).poll() is not None, "nobody is left that waits"
-    assert (tmp_path / "summary.json").exists() and not (tmp_path / mirror.LOCK).exists()
+    assert (tmp_path / "summary.json").exists() and not (tmp_path / mirror_process.LOCK).exists()
     assert "mlflow_copied" not in json.loads((tmp_path / "env.json").read_text())
 
 
@@ -105,21 +105,21 @@ def test_a_sweeps_parent_is_not_waited_for_either(
 
 
 def test_an_orphaned_copy_ends_by_itself(dripping: str, tmp_path: Path) -> None:
-    code = "import sys, time; from pathlib import Path; from fedbench.tracking import RunLog\n"
+    code = "import sys, time; from pathlib import Path; from fedbench.tracking.run_log import RunLog\n"
     code += "log = RunLog.open(Path(sys.argv[1]), {}, {}, True, 'r', 'toy'); print(log._mirror._process.pid, flush=True); time.sleep(600)"
     run = run_child(code, str(tmp_path / "r"), cwd=tmp_path, database=dripping, **{copier.PATIENCE: "0.1"})
     assert run.stdout is not None
     copy = int(run.stdout.readline())
-    begun = mirror.started(copy)
+    begun = mirror_process.started(copy)
     run.kill()
     run.communicate()
-    assert eventually(lambda: not mirror.alive(copy, begun))
+    assert eventually(lambda: not mirror_process.alive(copy, begun))
 
 
 def test_a_stopped_copy_is_killed_and_completed_by_the_next_command(
     client: Any, impatient: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tracking, "FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr(run_log, "FLUSH_SECONDS", 0.05)
     log = start(tmp_path, mlflow=True, experiment="stopped")
     assert eventually(lambda: log.run_id is not None)
     log.round(line(1))
@@ -128,15 +128,15 @@ def test_a_stopped_copy_is_killed_and_completed_by_the_next_command(
     log.round(line(2))
     assert took(lambda: log.finish(FINISHED, CLIENTS)) < BOUND
     assert len(given_up(caplog)) == 1 and process_of(log).poll() == -signal.SIGKILL
-    assert not (tmp_path / mirror.LOCK).exists()
+    assert not (tmp_path / mirror_process.LOCK).exists()
     monkeypatch.setenv(copier.PATIENCE, "300")
-    assert tracking.complete_copy(tmp_path, "stopped") is not None
+    assert run_log.complete_copy(tmp_path, "stopped") is not None
     (found,) = client.search_runs([client.get_experiment_by_name("stopped").experiment_id])
     assert (found.info.run_id, found.info.status) == (run_id, "FINISHED")
     points = history(client, run_id or "")
     assert {step for key, step in points if key == "loss"} == {1, 2} and found.data.metrics["best/val/hr_10"] == 0.5
     assert {file.path for file in client.list_artifacts(run_id)} >= {"summary.json", "figures"}
-    assert tracking.complete_copy(tmp_path, "stopped") is None, "it is whole: MLflow need not be asked"
+    assert run_log.complete_copy(tmp_path, "stopped") is None, "it is whole: MLflow need not be asked"
 
 
 def test_a_killed_copy_is_said_once(client: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -148,7 +148,7 @@ def test_a_killed_copy_is_said_once(client: Any, tmp_path: Path, caplog: pytest.
     log.finish(SUMMARY, CLIENTS)
     (said,) = given_up(caplog)
     assert "the process that copies was killed" in said and log.link is None
-    assert not (tmp_path / mirror.LOCK).exists()
+    assert not (tmp_path / mirror_process.LOCK).exists()
 
 
 def test_a_stopped_process_at_hand_is_not_waited_for(client: Any, impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_patience_is_a_number_of_seconds(word: str, monkeypatch: pytest.MonkeyPa
 KILLED_EARLY = """
 import sys, time
 from pathlib import Path
-from fedbench.tracking import RunLog
+from fedbench.tracking.run_log import RunLog
 log = RunLog.open(Path(sys.argv[1]), {"algo": "toy", "rounds": 3}, {}, True, "early", "early", resume=sys.argv[2] == "again")
 print("begun", flush=True)
 time.sleep(600)
@@ -262,13 +262,13 @@ def test_ctrl_c_in_the_wait_of_a_finished_run(dripping: str, tmp_path: Path, mon
     monkeypatch.setenv("MLFLOW_TRACKING_URI", dripping)
     threading.Timer(1.0, lambda: signal.raise_signal(signal.SIGINT)).start()
     with pytest.raises(Interrupted, match="is finished"):
-        tracking.complete_copy(tmp_path, "toy")
+        run_log.complete_copy(tmp_path, "toy")
 
 
 FULL = """
 import resource, sys, time
 from pathlib import Path
-from fedbench.tracking import RunLog, setup_logging
+from fedbench.tracking.run_log import RunLog, setup_logging
 setup_logging(quiet=True, debug=False)
 log = RunLog.open(Path(sys.argv[1]), {"algo": "toy"}, {}, True, "full", "full")
 resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))

@@ -28,10 +28,10 @@ from hypothesis import strategies as st
 from datasets import filmtrust, lastfm_2k, ml_1m, ml_100k, ncf, pinterest, synthetic
 from datasets.csv_file import load_csv
 from datasets.rows import RowFormat, TitleFormat, assemble, latest_rows
-from fedbench import sources
-from fedbench.data import DatasetOptions, Interactions
+from fedbench.contract.dataset import DatasetOptions, Interactions
+from fedbench.data import sources
+from fedbench.data.sources import DataFile, Package, SourceFailed, Web, obtain, read_member
 from fedbench.errors import DataError, UsageError
-from fedbench.sources import DataFile, Package, SourceFailed, Web, obtain, read_member
 from tests.real_data import REAL, needs, real
 
 REPO = Path(__file__).resolve().parents[1]
@@ -406,7 +406,7 @@ def test_two_processes_fill_one_cache_with_one_download(tmp_path: Path, server: 
     server.pages["/f"], server.delay = content, 1.0
     file = data_file(content=content)
     script = (
-        "import sys\nfrom fedbench.data import DatasetOptions\nfrom fedbench.sources import DataFile, Web, obtain\n"
+        "import sys\nfrom fedbench.contract.dataset import DatasetOptions\nfrom fedbench.data.sources import DataFile, Web, obtain\n"
         f"file = DataFile('rows.tsv', {file.checksum!r}, print, (Web({server.address + '/f'!r}),))\n"
         "sys.exit(len(obtain('d', [[file]], DatasetOptions())['rows.tsv'].content) != "
         f"{len(content)})\n"

@@ -11,9 +11,13 @@ import pytest
 from torch.distributed import run as torchrun
 
 import fedbench
-from fedbench import bench, cli, config, log_model, measure, recommend, registry, report, study, sweep
 from fedbench.__main__ import COMMANDS
-from fedbench.algorithm import Algorithm
+from fedbench.commands import bench, cli, evaluate, log_model, recommend
+from fedbench.contract import registry
+from fedbench.contract.algorithm import Algorithm
+from fedbench.reporting import report
+from fedbench.settings import config
+from fedbench.sweeping import study, sweep
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -23,7 +27,7 @@ ROOMS = "fedbench|algorithms|datasets|sweeps|tests|docs"
 OTHERS = r"chromium|ray|python -m mlflow|python -m pip"
 """commands whose flags are not ours"""
 
-PARSERS = {"report": report.parser, "recommend": recommend.parser, "evaluate": measure.parser, "log-model": log_model.parser}
+PARSERS = {"report": report.parser, "recommend": recommend.parser, "evaluate": evaluate.parser, "log-model": log_model.parser}
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=PAGE_NAMES)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedbench.draw import Draw, keys
+from fedbench.contract.randomness import Draw, keys
 
 N = 100_000
 KINDS = ("normal", "uniform")

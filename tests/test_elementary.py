@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from fedbench.elementary import LEAST, exp_minus, log_one_plus
+from fedbench.kernels.elementary import LEAST, exp_minus, log_one_plus
 
 
 @njit

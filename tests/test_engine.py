@@ -22,14 +22,14 @@ from algorithms.fedavg_ncf import FedAvgNCF
 from algorithms.fedem import FedEM
 from algorithms.fedmf import FedMF
 from algorithms.local import Local
-from fedbench import store as store_file
-from fedbench.algorithm import Algorithm, Answer, Batch, Phase, Tensors, World
-from fedbench.draw import Draw, keys
-from fedbench.engine import Block, Engine, Spare, blocks, bytes_down, pack, sent_rows, vmapped
-from fedbench.federation import Federation
-from fedbench.fused import DotBCE, share_out
-from fedbench.split import Samples, orders, sample_round
-from fedbench.store import ClientStore
+from fedbench.contract.algorithm import Algorithm, Answer, Batch, Phase, Tensors, World
+from fedbench.contract.randomness import Draw, keys
+from fedbench.data.split import Samples, orders, sample_round
+from fedbench.kernels.fused import DotBCE, share_out
+from fedbench.simulation import client_store as store_file
+from fedbench.simulation.client_store import ClientStore
+from fedbench.simulation.engine import Block, Engine, Spare, blocks, bytes_down, pack, sent_rows, vmapped
+from fedbench.simulation.federation import Federation
 from tests import loop_engine
 from tests.conftest import small_split, without_samples
 

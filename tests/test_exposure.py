@@ -10,13 +10,13 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
-from fedbench import run
-from fedbench.aggregate import Rows
-from fedbench.config import resolve
-from fedbench.engine import Uploads
-from fedbench.exposure import MOST_CLIENTS, exposure
-from fedbench.federation import world_of
-from fedbench.split import Split
+from fedbench.data.split import Split
+from fedbench.experiment import run
+from fedbench.parts.mixing import Rows
+from fedbench.settings.config import resolve
+from fedbench.simulation.engine import Uploads
+from fedbench.simulation.exposure import MOST_CLIENTS, exposure
+from fedbench.simulation.federation import world_of
 from tests.conftest import small_split
 
 SMALL = "--dataset synthetic --users 30 --items 80 --interactions 10 --rounds 2 --dim 4 -e 1 --no-mlflow --quiet"

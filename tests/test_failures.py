@@ -14,16 +14,17 @@ import torch
 
 from algorithms.fedmf import FedMF
 from algorithms.local import Local
-from fedbench import checkpoint, cli, run
-from fedbench.algorithm import Algorithm, Tensors, World
-from fedbench.config import resolve
-from fedbench.draw import Draw
-from fedbench.engine import Engine, Uploads
+from fedbench.commands import cli
+from fedbench.contract.algorithm import Algorithm, Tensors, World
+from fedbench.contract.randomness import Draw
+from fedbench.data.split import cohort_of, sample_round
 from fedbench.errors import UsageError
-from fedbench.failures import Failures, drawn
-from fedbench.federation import Diverged, Federation
-from fedbench.split import cohort_of, sample_round
-from fedbench.store import ClientStore
+from fedbench.experiment import checkpoint, run
+from fedbench.settings.config import resolve
+from fedbench.simulation.client_store import ClientStore
+from fedbench.simulation.engine import Engine, Uploads
+from fedbench.simulation.failures import Failures, drawn
+from fedbench.simulation.federation import Diverged, Federation
 from tests import loop_engine
 from tests.conftest import small_split
 from tests.test_algorithms import SMALL, assert_same, fedavg_ncf, fedem, flat

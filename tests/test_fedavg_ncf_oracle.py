@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from algorithms.fedavg_ncf import FedAvgNCF
-from fedbench.algorithm import Tensors
-from fedbench.draw import keys
-from fedbench.federation import Federation
-from fedbench.split import Samples, Split, cohort_of, orders, sample_round
+from fedbench.contract.algorithm import Tensors
+from fedbench.contract.randomness import keys
+from fedbench.data.split import Samples, Split, cohort_of, orders, sample_round
+from fedbench.simulation.federation import Federation
 from tests.conftest import small_split
 
 SEED, ROUNDS = 3, 3

@@ -16,11 +16,11 @@ from sklearn.decomposition import PCA
 from torch import Tensor, nn
 
 from algorithms.fedem import FedEM
-from fedbench.aggregate import Tables, signatures
-from fedbench.draw import Draw, keys
-from fedbench.evaluate import ranking_metrics
-from fedbench.federation import Federation
-from fedbench.split import Samples, Split, cohort_of, orders, sample_round
+from fedbench.contract.randomness import Draw, keys
+from fedbench.data.split import Samples, Split, cohort_of, orders, sample_round
+from fedbench.evaluation.metrics import ranking_metrics
+from fedbench.parts.mixing import Tables, signatures
+from fedbench.simulation.federation import Federation
 from tests.conftest import small_split
 
 SEED, ROUNDS = 3, 3

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from algorithms.fedrec_mf import FedRecMF
-from fedbench.config import parse, resolve
+from fedbench.data.split import Samples, Split
 from fedbench.errors import UsageError
-from fedbench.exposure import exposure
-from fedbench.federation import Federation
-from fedbench.split import Samples, Split
+from fedbench.settings.config import parse, resolve
+from fedbench.simulation.exposure import exposure
+from fedbench.simulation.federation import Federation
 from tests.conftest import small_split
 
 ROUNDS = 4

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from algorithms.fedrecon import FedRecon
-from fedbench.algorithm import World
+from fedbench.contract.algorithm import World
+from fedbench.data.split import Split, cohort_of
 from fedbench.errors import UsageError
-from fedbench.federation import Federation
-from fedbench.split import Split, cohort_of
+from fedbench.simulation.federation import Federation
 from tests.conftest import small_split
 
 SEED, ROUNDS = 3, 4

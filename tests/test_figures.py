@@ -14,8 +14,9 @@ from matplotlib.colors import same_color
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from fedbench import charts, figures
-from fedbench.charts import Point
+from fedbench.reporting import charts
+from fedbench.reporting.charts import Point
+from fedbench.tracking import figures
 
 
 def lines(rounds: int, evaluate_every: int = 1) -> list[dict[str, Any]]:

@@ -233,7 +233,7 @@ def test_a_named_pipe_in_a_runs_folder_is_refused(tmp_path: Path, finished: Path
 def test_a_run_goes_on_past_no_named_pipe(tmp_path: Path) -> None:
     out = tmp_path / "r"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedbench.run.RunLog.finish", lambda *_: (_ for _ in ()).throw(FedbenchError("stopped")))
+        patch.setattr("fedbench.experiment.run.RunLog.finish", lambda *_: (_ for _ in ()).throw(FedbenchError("stopped")))
         assert ask(RUN, "--out", out, "--checkpoint-every", "1")[0] == 1
     assert (out / "checkpoint" / "round-1.json").exists()
     for name in ("env.json", "metrics.jsonl", "log.txt"):

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from fedbench import cli, mirror
+from fedbench.commands import cli
+from fedbench.tracking import mirror_process
 from tests.test_run import interrupting, result, summary_of
 
 ROOT = Path(__file__).parents[1]
@@ -108,7 +109,7 @@ def test_a_kill_before_the_copy_in_mlflow_is_whole(
     assert cli.main(command(words, tmp_path / "r")) == 0
     said = capsys.readouterr().out
     assert said.startswith("finished: ") and "charts  http" in said
-    client = mirror.import_client()(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    client = mirror_process.import_client()(f"sqlite:///{tmp_path / 'mlflow.db'}")
     (found,) = client.search_runs([client.get_experiment_by_name("last").experiment_id])
     assert found.info.status == "FINISHED" and found.info.run_name == "popularity-synthetic-clean-s0"
     assert found.data.metrics["best/test/hr_10"] == summary_of(tmp_path / "r")["test"]["hr_10"]

@@ -16,8 +16,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedbench import checkpoint, folder
 from fedbench.errors import DataError, FedbenchError
+from fedbench.experiment import checkpoint, folder
 from tests.test_files import DATA, ask
 from tests.test_fuzz import CASES, nested
 
@@ -31,7 +31,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("runs")
     assert ask(RUN, "--out", place / "r")[0] == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedbench.run.keep_model", lambda *_: (_ for _ in ()).throw(FedbenchError("stopped")))
+        patch.setattr("fedbench.experiment.run.keep_model", lambda *_: (_ for _ in ()).throw(FedbenchError("stopped")))
         assert ask(RUN, "--out", place / "h", "--checkpoint-every", "1")[0] == 1
     assert checkpoint.rounds(place / "h") == [2, 1]
     assert ask(SWEEP, "--out", place / "s")[0] == 0

@@ -18,9 +18,9 @@ import torch
 from algorithms.fedem import FedEM
 from algorithms.fedmf import FedMF
 from algorithms.local import Local
-from fedbench import engine
-from fedbench.algorithm import Algorithm
-from fedbench.federation import world_of
+from fedbench.contract.algorithm import Algorithm
+from fedbench.simulation import engine
+from fedbench.simulation.federation import world_of
 from tests.conftest import small_split
 from tests.test_algorithms import SMALL, assert_same_trace, by_engine, by_loop, described
 
@@ -42,7 +42,7 @@ OFF = {"kernel": "off", "compile": False}
 MACHINE_CODE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from fedbench.fused_gpu import BETA1, BETA2, EPSILON, SAMPLES, TILE, _train_dot
+from fedbench.kernels.fused_gpu import BETA1, BETA2, EPSILON, SAMPLES, TILE, _train_dot
 
 arrays = {name: "*NUMBER" for name in ("users", "tables", "first", "second", "pace", "losses")}
 arrays |= dict.fromkeys(("codes", "count", "touched", "steps"), "*i32")

@@ -29,15 +29,19 @@ from hypothesis import HealthCheck, Phase, assume, example, given, settings
 from hypothesis import strategies as st
 
 from datasets.csv_file import load_history
-from fedbench import checkpoint, cli, config, registry, run, study
 from fedbench.__main__ import main as command
-from fedbench.data import DatasetOptions
+from fedbench.commands import cli
+from fedbench.contract import registry
+from fedbench.contract.dataset import DatasetOptions
+from fedbench.data.protocol import PRESETS
+from fedbench.data.sources import SourceFailed, read_member
+from fedbench.data.split import split
 from fedbench.errors import DataError, FedbenchError, UsageError
-from fedbench.federation import Federation
-from fedbench.protocol import PRESETS
-from fedbench.results import Best
-from fedbench.sources import SourceFailed, read_member
-from fedbench.split import split
+from fedbench.experiment import checkpoint, run
+from fedbench.experiment.summary import Best
+from fedbench.settings import config
+from fedbench.simulation.federation import Federation
+from fedbench.sweeping import study
 from tests.conftest import small_split
 
 CASES = int(os.environ.get("FEDBENCH_FUZZ", "40"))
@@ -339,9 +343,9 @@ statements = st.sampled_from(
 )
 PREAMBLE = """from dataclasses import dataclass, field
 import torch
-from fedbench.algorithm import Algorithm
-from fedbench.registry import register
-from fedbench.server import SharedModel
+from fedbench.contract.algorithm import Algorithm
+from fedbench.contract.registry import register
+from fedbench.parts.server_optimizer import SharedModel
 from algorithms.fedmf import FedMF
 """
 plug_ins = st.lists(classes | statements, max_size=3).map(lambda parts: PREAMBLE + "\n".join(parts)) | st.text(max_size=40)

@@ -49,9 +49,9 @@ def test_train_py_runs_from_any_folder(tmp_path: Path) -> None:
 def test_the_command_line_loads_no_mlflow() -> None:
     code = """
 import sys
-from fedbench.cli import main
+from fedbench.commands.cli import main
 main(["--list"])
-print([name for name in ("mlflow", "fedbench.run") if name in sys.modules])
+print([name for name in ("mlflow", "fedbench.experiment.run") if name in sys.modules])
 """
     done = run(code, ROOT)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
@@ -59,13 +59,13 @@ print([name for name in ("mlflow", "fedbench.run") if name in sys.modules])
 
 def test_an_installed_plug_in_is_listed_and_a_broken_one_is_named(tmp_path: Path) -> None:
     (tmp_path / "their_method.py").write_text(
-        "from fedbench.algorithm import Algorithm\nclass Theirs(Algorithm):\n    'A method of theirs.'\n"
+        "from fedbench.contract.algorithm import Algorithm\nclass Theirs(Algorithm):\n    'A method of theirs.'\n"
     )
     info = tmp_path / "their_method-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-method\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[fedbench.algorithms]\ntheirs = their_method:Theirs\nbroken = their_method:Nothing\n")
-    done = run("from fedbench.cli import main; raise SystemExit(main(['--list']))", ROOT, tmp_path)
+    done = run("from fedbench.commands.cli import main; raise SystemExit(main(['--list']))", ROOT, tmp_path)
     assert done.returncode == 0
     assert any(line.split() == ["theirs", "A", "method", "of", "theirs."] for line in done.stdout.splitlines())
     assert done.stderr.count("\n") == 1 and "broken" in done.stderr and "left out" in done.stderr
@@ -80,8 +80,8 @@ def test_kernels_are_compiled_anew_when_what_they_call_changes(tmp_path: Path) -
         return run("import fedbench; print(fedbench.compiled_kernels())", tmp_path, tmp_path).stdout
 
     first = kept()
-    (tmp_path / "fedbench" / "report.py").write_text("# calls no kernel\n")
+    (tmp_path / "fedbench" / "reporting" / "report.py").write_text("# calls no kernel\n")
     assert kept() == first != ""
-    with (tmp_path / "fedbench" / "layers.py").open("a") as file:
+    with (tmp_path / "fedbench" / "kernels" / "layers.py").open("a") as file:
         file.write("# another one\n")
     assert kept() not in (first, "")

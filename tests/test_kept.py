@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from fedbench import checkpoint, cli, kept
 from fedbench.__main__ import main
+from fedbench.commands import cli
+from fedbench.experiment import checkpoint, kept_model
 from tests.test_run import interrupting, summary_of
 
 WORDS = (
@@ -25,7 +26,7 @@ NEVER_IN_MEMORY = {"SMALL_BYTES": -1, "FREE_SHARE": 0.0}
 
 def patched(monkeypatch: pytest.MonkeyPatch, **values: float) -> None:
     for name, value in values.items():
-        monkeypatch.setattr(kept, name, value)
+        monkeypatch.setattr(kept_model, name, value)
 
 
 def trained(out: Path, words: str = "") -> dict[str, Any]:
@@ -97,8 +98,8 @@ def test_without_room_the_last_state_is_kept_and_the_log_says_so(
 
 
 def test_a_copy_takes_the_memory_of_the_one_before() -> None:
-    first = kept.copied({"a": torch.ones(3), "b": torch.ones(2)})
-    again = kept.copied({"a": torch.zeros(3), "b": torch.zeros(4)}, first)
+    first = kept_model.copied({"a": torch.ones(3), "b": torch.ones(2)})
+    again = kept_model.copied({"a": torch.zeros(3), "b": torch.zeros(4)}, first)
     assert again["a"] is first["a"] and again["a"].sum() == 0
     assert again["b"] is not first["b"] and len(again["b"]) == 4
 

@@ -20,14 +20,16 @@ from algorithms.fedmf import FedMF
 from algorithms.fedrec_mf import FedRecMF
 from algorithms.fedrecon import FedRecon
 from algorithms.local import Local
-from fedbench import cli, fused, kernel_check
-from fedbench.algorithm import Algorithm, Answer, Batch, Phase, Stage, Tensors, World, check_stages
-from fedbench.draw import Draw
-from fedbench.engine import Uploads
+from fedbench.commands import cli
+from fedbench.contract.algorithm import Algorithm, Answer, Batch, Phase, Stage, Tensors, World, check_stages
+from fedbench.contract.randomness import Draw
 from fedbench.errors import UsageError
-from fedbench.federation import Federation
-from fedbench.fused import DotBCE
-from fedbench.kernel_check import KernelDiffers, note, overridden
+from fedbench.kernels import fused
+from fedbench.kernels.fused import DotBCE
+from fedbench.simulation import kernel_check
+from fedbench.simulation.engine import Uploads
+from fedbench.simulation.federation import Federation
+from fedbench.simulation.kernel_check import KernelDiffers, note, overridden
 from tests.conftest import small_split
 
 SMALL: dict[str, Any] = {"dim": 4, "batch_size": 16}
@@ -48,7 +50,7 @@ BUILT_IN: dict[str, Algorithm] = {
 PLUG_IN = """
 from dataclasses import dataclass
 from algorithms.fedmf import FedMF
-from fedbench.algorithm import Phase
+from fedbench.contract.algorithm import Phase
 
 @dataclass(frozen=True)
 class Mine(FedMF):

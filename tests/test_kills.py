@@ -24,11 +24,13 @@ from typing import Any
 
 import pytest
 
-from fedbench import checkpoint, cli, mirror
 from fedbench.__main__ import main as fedbench_main
-from fedbench.engine import Round
-from fedbench.federation import Federation
-from fedbench.tracking import mlflow_run_of
+from fedbench.commands import cli
+from fedbench.experiment import checkpoint
+from fedbench.simulation.engine import Round
+from fedbench.simulation.federation import Federation
+from fedbench.tracking import mirror_process
+from fedbench.tracking.run_log import mlflow_run_of
 from tests.test_run import ROOT, lines_of, result, summary_of
 
 RUNS = int(os.environ.get("FEDBENCH_KILLS", "1"))
@@ -218,7 +220,7 @@ def test_killed_runs_of_any_kind_equal_the_undisturbed_ones(
     assert outcome_of_all(out) == undisturbed_kind(kind, tmp_path_factory.getbasetemp()), f"killed {kills} times"
     if "--no-mlflow" in KINDS[kind]:
         return
-    client = mirror.import_client()(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    client = mirror_process.import_client()(f"sqlite:///{tmp_path / 'mlflow.db'}")
     mirrored = client.search_runs([client.get_experiment_by_name("kills").experiment_id])
     assert {found.info.status for found in mirrored} == {"FINISHED"}
     copies = {found.info.run_id for found in mirrored if found.data.tags["kind"] == "run"}
@@ -274,7 +276,7 @@ def test_a_full_disk_ends_in_one_line_and_the_run_goes_on_later(
 HOLD = """
 import sys, time
 from pathlib import Path
-from fedbench.lock import claimed
+from fedbench.locks import claimed
 with claimed(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(999)

@@ -9,25 +9,8 @@ import pytest
 import torch
 from numba import njit
 
-from fedbench.elementary import exp_minus, log_one_plus
-from fedbench.lanes import (
-    WIDTH,
-    across,
-    halved,
-    magnitude,
-    mixer,
-    multiplier,
-    outer,
-    pick,
-    put,
-    repeat,
-    spread,
-    square_root,
-    take,
-    turner,
-    whole,
-)
-from fedbench.layers import (
+from fedbench.kernels.elementary import exp_minus, log_one_plus
+from fedbench.kernels.layers import (
     SQUARE,
     backward,
     compiled,
@@ -46,6 +29,23 @@ from fedbench.layers import (
     products,
     take_rows,
     zeros,
+)
+from fedbench.kernels.vectors import (
+    WIDTH,
+    across,
+    halved,
+    magnitude,
+    mixer,
+    multiplier,
+    outer,
+    pick,
+    put,
+    repeat,
+    spread,
+    square_root,
+    take,
+    turner,
+    whole,
 )
 
 KINDS = pytest.mark.parametrize("kind", [np.float32, np.float64])

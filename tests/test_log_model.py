@@ -17,10 +17,10 @@ import pandas as pd
 import pytest
 import requests
 
-from fedbench import model
 from fedbench.__main__ import main
-from fedbench.config import resolve
-from fedbench.run import run
+from fedbench.experiment import saved_model
+from fedbench.experiment.run import run
+from fedbench.settings.config import resolve
 
 MODELS = [sys.executable, "-P", "-m", "mlflow", "models"]
 DATA = "--dataset synthetic --users 40 --items 150 --interactions 12 --no-mlflow --quiet"
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fedbench.algorithm import Algorithm, Answer
+from fedbench.contract.algorithm import Algorithm, Answer
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ def test_the_saved_model_is_the_model(tmp_path: Path) -> None:
     for words in ("fedmf --dim 8 --rounds 2", "fedrecon --dim 8 --rounds 2", "fedem --dim 4 --adapter 8,1 --rounds 2 -e 2 -n 30"):
         name = words.split()[0]
         run(resolve(["--algo", *words.split(), *DATA.split(), "--out", str(tmp_path / name)]))
-        loaded, place = model.load(tmp_path / name), tmp_path / f"{name}-saved"
+        loaded, place = saved_model.load(tmp_path / name), tmp_path / f"{name}-saved"
         place.mkdir()
-        model.save(loaded, place, loaded.config.algo)
+        saved_model.save(loaded, place, loaded.config.algo)
         assert sorted(path.name for path in place.iterdir()) == ["config.json", "ids.json", "model.safetensors"]
         everyone = np.arange(loaded.split.clients)
-        pd.testing.assert_frame_equal(model.read(place, tmp_path).recommend(everyone, 5), loaded.recommend(everyone, 5))
+        pd.testing.assert_frame_equal(saved_model.read(place, tmp_path).recommend(everyone, 5), loaded.recommend(everyone, 5))
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_the_real_server_and_predict_say_what_recommend_says(store: Path, capsys
     inside = [path for path in artifacts(address).rglob("*") if path.is_file()]
     assert {path.suffix for path in inside if "code" not in path.parts} <= {".json", ".safetensors", ".py", ".yaml", ".txt", ""}
     assert not [path for path in inside if path.suffix in (".pkl", ".pt", ".pth", ".pickle") or path.name == "python_model"]
-    loaded = model.load(store / "run")
+    loaded = saved_model.load(store / "run")
     users = [str(user) for user in loaded.split.user_ids[[4, 1]]]
     expected = pd.concat([loaded.recommend(np.array([4]), 3), loaded.recommend(np.array([1]), 6)], ignore_index=True)
     asked = json.dumps({"dataframe_records": [{"user": users[0], "k": 3}, {"user": users[1], "k": 6}]})

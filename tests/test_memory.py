@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from datasets import synthetic
-from fedbench import cli, memory
-from fedbench.config import parse
-from fedbench.federation import world_of
-from fedbench.registry import algorithms
+from fedbench.commands import cli
+from fedbench.contract.registry import algorithms
+from fedbench.experiment import memory
+from fedbench.settings.config import parse
+from fedbench.simulation.federation import world_of
 from tests.conftest import small_split
 
 ROOT = Path(__file__).parents[1]
@@ -36,7 +37,7 @@ DATA = "--dataset synthetic --users 30 --items 150 --interactions 12 --eval-nega
 def test_what_cannot_fit_is_refused_before_it_is_made(
     flags: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedbench.run.Federation.start", lambda *_, **__: pytest.fail("it was begun"))
+    monkeypatch.setattr("fedbench.experiment.run.Federation.start", lambda *_, **__: pytest.fail("it was begun"))
     monkeypatch.setattr(memory, "free_memory", lambda: 16e9)
     assert cli.main([*flags.split(), *DATA.split(), "--out", str(tmp_path / "r")]) == 1
     error = capsys.readouterr().err

@@ -22,21 +22,22 @@ from algorithms.local import Local
 from algorithms.popularity import Popularity
 from algorithms.random_scores import Random
 from datasets.synthetic import load
-from fedbench import model, newcomers
 from fedbench.__main__ import main
-from fedbench.algorithm import Algorithm
-from fedbench.config import resolve
-from fedbench.data import DatasetOptions
-from fedbench.draw import Draw
-from fedbench.engine import Engine
+from fedbench.contract.algorithm import Algorithm
+from fedbench.contract.dataset import DatasetOptions
+from fedbench.contract.randomness import Draw
+from fedbench.data.protocol import Protocol
+from fedbench.data.split import Split, sample_round, split
 from fedbench.errors import DataError, UsageError
-from fedbench.evaluate import client_metrics, new_item_metrics, popularity_ranks
-from fedbench.federation import Federation, world_of
-from fedbench.protocol import Protocol
-from fedbench.run import run
-from fedbench.split import Split, sample_round, split
-from fedbench.store import ClientStore
-from fedbench.tracking import final_metrics
+from fedbench.evaluation.metrics import client_metrics, new_item_metrics, popularity_ranks
+from fedbench.experiment import saved_model
+from fedbench.experiment.run import run
+from fedbench.settings.config import resolve
+from fedbench.simulation import new_users
+from fedbench.simulation.client_store import ClientStore
+from fedbench.simulation.engine import Engine
+from fedbench.simulation.federation import Federation, world_of
+from fedbench.tracking.run_log import final_metrics
 
 SIZE = DatasetOptions(users=40, items=150, interactions=12)
 DATA = "--dataset synthetic --users 40 --items 150 --interactions 12 --no-mlflow --quiet"
@@ -90,7 +91,7 @@ def test_only_the_user_vector_moves_as_plain_torch_moves_it() -> None:
     draw = Draw(0, 0, None, torch.float64)
     server = algorithm.init_server(engine.world, draw)
     items = server["items"].clone()
-    learnt = newcomers.learn(engine, server, new, rounds=2).tensors["user"]
+    learnt = new_users.learn(engine, server, new, rounds=2).tensors["user"]
     assert (server["items"] == items).all()
     for u, start in enumerate(ClientStore(algorithm, engine.world, draw).tensors["user"]):
         user = start.clone().requires_grad_()
@@ -114,7 +115,7 @@ def test_what_is_shared_stays_as_it_is_and_what_is_private_moves(algorithm: Algo
     engine, draw = Engine(algorithm, world_of(new), 0), Draw(0)
     server = algorithm.init_server(engine.world, draw)
     before = {name: value.clone() for name, value in server.items()}
-    learnt = newcomers.learn(engine, server, new, rounds=2).tensors["user"]
+    learnt = new_users.learn(engine, server, new, rounds=2).tensors["user"]
     assert all((server[name] == value).all() for name, value in before.items()) and learnt.isfinite().all()
     start = ClientStore(algorithm, engine.world, draw).tensors.get("user", torch.zeros_like(learnt))
     assert (learnt != start).any(dim=1).all()
@@ -125,7 +126,7 @@ def test_what_is_shared_stays_as_it_is_and_what_is_private_moves(algorithm: Algo
 )
 def test_methods_without_a_shared_part_say_so_before_they_train(algorithm: Algorithm) -> None:
     with pytest.raises(UsageError, match=f"^{algorithm.name} "):
-        newcomers.check_before_training(algorithm, parts(), 0)
+        new_users.check_before_training(algorithm, parts(), 0)
 
 
 def test_popularity_needs_no_learning() -> None:
@@ -134,7 +135,7 @@ def test_popularity_needs_no_learning() -> None:
     assert new is not None
     federation = Federation.start(Popularity(), some, 0)
     federation.next_round()
-    found = newcomers.metrics(federation.engine, federation.server, new)
+    found = new_users.metrics(federation.engine, federation.server, new)
     count = np.bincount(some.train_item, minlength=some.items)
     rank = 1 + (count[new.test_candidates] >= count[new.test_item][:, None]).sum(axis=1)
     expected = {name: float(values.mean()) for name, values in client_metrics(rank).items()}
@@ -177,7 +178,7 @@ def test_a_run_reports_new_users_beside_its_own(folder: Path, tmp_path: Path, ca
 
 
 def test_a_closed_form_finds_for_a_history_what_it_finds_for_the_user(folder: Path) -> None:
-    loaded = model.load(folder)
+    loaded = saved_model.load(folder)
     assert not set(loaded.split.user_ids) & set(loaded.split.newcomers.user_ids if loaded.split.newcomers else [])
     mine = loaded.split.train_item[: loaded.split.train_ptr[1]]
     as_new = loaded.with_history(mine[::-1].astype(np.int64), np.ones(len(mine)))
@@ -188,7 +189,7 @@ def test_a_closed_form_finds_for_a_history_what_it_finds_for_the_user(folder: Pa
 
 
 def test_a_history_file(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ids = model.load(folder).split.item_ids.astype(str)
+    ids = saved_model.load(folder).split.item_ids.astype(str)
     table = tmp_path / "seen.csv"
 
     def ask(text: str) -> tuple[int, str, str]:

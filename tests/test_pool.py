@@ -15,16 +15,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fedbench import cli, pool
-from fedbench.significance import interval
+from fedbench.commands import cli
+from fedbench.evaluation.significance import interval
+from fedbench.experiment import processes
 
 ROOT = Path(__file__).parents[1]
 DATA = ["--dataset", "synthetic", "--users", "40", "--items", "80", "--interactions", "10"]
 SEEDS = ["--algo", "fedmf", *DATA, "--dim", "4", "--rounds", "2", "--seeds", "0-1", "--no-mlflow", "--quiet"]
 
 
-def job(folder: Path, key: str, code: str) -> pool.Job:
-    return pool.Job(key, [sys.executable, "-c", code], folder / f"{key}.log")
+def job(folder: Path, key: str, code: str) -> processes.Job:
+    return processes.Job(key, [sys.executable, "-c", code], folder / f"{key}.log")
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -40,7 +41,7 @@ def test_each_job_begins_and_ends_and_one_failure_stops_nobody(tmp_path: Path) -
     codes |= {"c": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "d": "import os; print(os.environ['HELLO'])"}
     jobs = [job(tmp_path, key, code) for key, code in codes.items()]
     jobs[3].env["HELLO"] = "you"
-    events = list(pool.run(jobs, at_once=2))
+    events = list(processes.run(jobs, at_once=2))
     assert [event.key for event in events if event.code is None] == ["a", "b", "c", "d"]
     ended = {event.key: event.code for event in events if event.code is not None}
     assert ended == {"a": 0, "b": 3, "c": -signal.SIGKILL, "d": 0}
@@ -51,9 +52,9 @@ def test_each_job_begins_and_ends_and_one_failure_stops_nobody(tmp_path: Path) -
         most = max(most, running)
     assert most == 2
     assert (tmp_path / "d.log").read_text() == "you\n"
-    assert pool.last_error(tmp_path / "b.log", 3) == "fedbench: error: no"
-    assert pool.last_error(tmp_path / "c.log", -9).startswith("killed by SIGKILL")
-    assert "exit code 4, and not a word" in pool.last_error(tmp_path / "none.log", 4)
+    assert processes.last_error(tmp_path / "b.log", 3) == "fedbench: error: no"
+    assert processes.last_error(tmp_path / "c.log", -9).startswith("killed by SIGKILL")
+    assert "exit code 4, and not a word" in processes.last_error(tmp_path / "none.log", 4)
 
 
 SAVES = """
@@ -67,8 +68,8 @@ except KeyboardInterrupt:
 
 
 def test_an_interrupt_lets_jobs_save_their_state(tmp_path: Path) -> None:
-    jobs = [pool.Job(key, [sys.executable, "-c", SAVES, str(tmp_path / key)], tmp_path / f"{key}.log") for key in "ab"]
-    events = pool.run(jobs, at_once=2)
+    jobs = [processes.Job(key, [sys.executable, "-c", SAVES, str(tmp_path / key)], tmp_path / f"{key}.log") for key in "ab"]
+    events = processes.run(jobs, at_once=2)
     assert [next(events).key, next(events).key] == ["a", "b"]
     wait_for(lambda: (tmp_path / "a").exists() and (tmp_path / "b").exists())
     with pytest.raises(KeyboardInterrupt):

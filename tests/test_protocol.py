@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from datasets.synthetic import load
-from fedbench.data import DatasetOptions, Interactions
+from fedbench.contract.dataset import DatasetOptions, Interactions
+from fedbench.data.protocol import CHOICES, PRESETS, Protocol
 from fedbench.errors import UsageError
-from fedbench.protocol import CHOICES, PRESETS, Protocol
 
 CLEAN: dict[str, Any] = {"name": "clean", "split": "auto", "ties": "hash", "train_negatives": "clean", "select_on": "val",
          "min_interactions": 5, "eval_negatives": 99, "candidates": "apart", "split_seed": 0, "new_users": 0.0}  # fmt: skip

@@ -26,15 +26,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedbench import checkpoint, cli, federation, ranks, store
-from fedbench.aggregate import AVERAGES, Rows, Tables, mean_of_whole_tables
-from fedbench.algorithm import Tensors, World
-from fedbench.engine import Round, Uploads
+from fedbench.commands import cli
+from fedbench.contract.algorithm import Tensors, World
+from fedbench.data.split import Samples
 from fedbench.errors import FedbenchError, NotFinite
-from fedbench.failures import Failures
-from fedbench.federation import Federation
-from fedbench.split import Samples
-from fedbench.store import Disk
+from fedbench.experiment import checkpoint
+from fedbench.parts.mixing import AVERAGES, Rows, Tables, mean_of_whole_tables
+from fedbench.simulation import client_store, federation, workers
+from fedbench.simulation.client_store import Disk
+from fedbench.simulation.engine import Round, Uploads
+from fedbench.simulation.failures import Failures
+from fedbench.simulation.federation import Federation
 from tests.test_run import lines_of, result, summary_of
 
 ROOT = Path(__file__).parent.parent
@@ -93,13 +95,13 @@ def rank_main() -> None:
     After each round all servers must be the same to the last bit.
     """
     next_round, samples, finite = Federation.next_round, Federation.samples, federation.finite
-    last = ranks.number() == ranks.count() - 1
+    last = workers.number() == workers.count() - 1
 
     def watched(self: Federation) -> Round:
-        if self.round + 1 == int(os.environ.get("KILL_AT", "0")) and last and not ranks.restarted():
+        if self.round + 1 == int(os.environ.get("KILL_AT", "0")) and last and not workers.restarted():
             os.kill(os.getpid(), signal.SIGKILL)
         result = next_round(self)
-        ranks.agree("another server", lambda: digest(self))
+        workers.agree("another server", lambda: digest(self))
         return result
 
     def failing(self: Federation, *arguments: Any) -> Samples:
@@ -112,21 +114,21 @@ def rank_main() -> None:
             raise NotFinite("the last rank's mail")
         return finite(server)
 
-    def until_full(self: ranks.Spread) -> Iterator[Tensor]:
+    def until_full(self: workers.Spread) -> Iterator[Tensor]:
         for number, chunk in enumerate(chunks(self)):
             if number and command.endswith("FULL"):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             yield chunk
 
     Federation.samples, Federation.next_round, federation.finite = failing, watched, looking  # type: ignore[method-assign]
-    chunks, ranks.Spread.chunks = ranks.Spread.chunks, until_full  # type: ignore[method-assign]
-    ranks.BLOCK, store.CHUNK = 5000, 2500  # a few tables at once
+    chunks, workers.Spread.chunks = workers.Spread.chunks, until_full  # type: ignore[method-assign]
+    workers.BLOCK, client_store.CHUNK = 5000, 2500  # a few tables at once
     damaged, code = Failures.damaged, 0
     for command in sys.argv[1:]:
         Failures.damaged = spoilt if "spoilt" in command else damaged  # type: ignore[method-assign]
-        code = cli.guard(cli.train, command.replace("RANK", str(ranks.number())).split())
-        print(f"rank {ranks.number()} of {ranks.count()} ended in {code}", flush=True)
-    ranks.leave(code)
+        code = cli.guard(cli.train, command.replace("RANK", str(workers.number())).split())
+        print(f"rank {workers.number()} of {workers.count()} ended in {code}", flush=True)
+    workers.leave(code)
     sys.exit(code)
 
 
@@ -253,13 +255,13 @@ def test_clients_in_files_of_any_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_shares_are_ranges_of_equal_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ranks.share(np.ones(5)) == range(5)
-    monkeypatch.setattr(ranks, "count", lambda: 3)
+    assert workers.share(np.ones(5)) == range(5)
+    monkeypatch.setattr(workers, "count", lambda: 3)
     cost = np.random.default_rng(0).pareto(1.5, 1000)
     shares = []
     for rank in range(3):
-        monkeypatch.setattr(ranks, "number", partial(int, rank))
-        shares.append(ranks.share(cost))
+        monkeypatch.setattr(workers, "number", partial(int, rank))
+        shares.append(workers.share(cost))
     assert [client for share in shares for client in share] == list(range(1000))
     spent = [cost[share.start : share.stop].sum() / cost.sum() + len(share) / 1000 for share in shares]
     assert max(spent) - min(spent) < 4 * (cost.max() / cost.sum() + 1e-3)
@@ -309,8 +311,8 @@ def test_rows_on_several_ranks_count_as_those_of_one() -> None:
     def on_rank(everybody: Callable[[Tensor], list[Tensor]], share: range) -> dict[str, Any]:
         mine = (client >= share.start) & (client < share.stop)
         own = Rows(counts[share.start : share.stop], item[mine], value[mine]) if share else None
-        rows = ranks.placed(own, value[:0], 7, share.start)
-        assert rows.total is ranks.total
+        rows = workers.placed(own, value[:0], 7, share.start)
+        assert rows.total is workers.total
         rows = rows._replace(total=lambda part: torch.stack(everybody(part)).sum(0))
         return seen_of(replace(uploads, tensors={**uploads.tensors, "items": rows}))
 

@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 
 from datasets.synthetic import load
-from fedbench import cli, config
-from fedbench.algorithm import Algorithm, Answer, Batch, Extra, Stage, Tensors, World
-from fedbench.data import DatasetOptions, Interactions
-from fedbench.draw import Draw
-from fedbench.engine import Uploads
+from fedbench.commands import cli
+from fedbench.contract.algorithm import Algorithm, Answer, Batch, Extra, Stage, Tensors, World
+from fedbench.contract.dataset import DatasetOptions, Interactions
+from fedbench.contract.randomness import Draw
+from fedbench.data.protocol import Protocol
+from fedbench.data.split import TEST, TRAIN, VAL, Split, in_query_half, sample_round, split
 from fedbench.errors import DataError, UsageError
-from fedbench.evaluate import client_errors, metrics_of, rating_floors, rating_spread
-from fedbench.federation import Federation
-from fedbench.protocol import Protocol
-from fedbench.results import mean_table, over_runs
-from fedbench.split import TEST, TRAIN, VAL, Split, in_query_half, sample_round, split
+from fedbench.evaluation.metrics import client_errors, metrics_of, rating_floors, rating_spread
+from fedbench.experiment.summary import mean_table, over_runs
+from fedbench.settings import config
+from fedbench.simulation.engine import Uploads
+from fedbench.simulation.federation import Federation
 
 SMALL = "--dataset synthetic --users 40 --items 80 --interactions 12 --no-mlflow --quiet"
 MEANS = """

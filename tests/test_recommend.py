@@ -12,12 +12,12 @@ import pandas as pd
 import pytest
 import torch
 
-from fedbench import model
 from fedbench.__main__ import main
-from fedbench.config import resolve
-from fedbench.engine import sent_whole
-from fedbench.federation import Federation
-from fedbench.run import run
+from fedbench.experiment import saved_model
+from fedbench.experiment.run import run
+from fedbench.settings.config import resolve
+from fedbench.simulation.engine import sent_whole
+from fedbench.simulation.federation import Federation
 
 DATA = "--dataset synthetic --users 40 --items 150 --interactions 12 --data-seed 3 --no-mlflow --quiet"
 METHODS = {
@@ -49,7 +49,7 @@ def ask(*words: str | Path) -> int:
     return main(["recommend", *map(str, words)])
 
 
-def one_by_one(loaded: model.Model, k: int) -> list[tuple[str, int, str, float]]:
+def one_by_one(loaded: saved_model.Model, k: int) -> list[tuple[str, int, str, float]]:
     """User, rank, item and score as the algorithm's own `score` gives them, client after client."""
     algorithm, split = loaded.config.algorithm, loaded.split
     federation = Federation.start(algorithm, split, loaded.config.seed, kernel="off")
@@ -71,7 +71,7 @@ def one_by_one(loaded: model.Model, k: int) -> list[tuple[str, int, str, float]]
 def test_everybody_gets_the_best_of_what_they_have_not_met(method: str, folders: Any, tmp_path: Path) -> None:
     assert ask("--run", folders(method), "--all", "-k", 7, "--out", tmp_path / "all.parquet") == 0
     found = pd.read_parquet(tmp_path / "all.parquet")
-    expected = pd.DataFrame(one_by_one(model.load(folders(method)), 7), columns=["user", "rank", "item", "score"])
+    expected = pd.DataFrame(one_by_one(saved_model.load(folders(method)), 7), columns=["user", "rank", "item", "score"])
     found, expected = (table.sort_values(["user", "rank"], ignore_index=True) for table in (found, expected))
     assert found[["user", "rank"]].equals(expected[["user", "rank"]].astype({"rank": "int32"}))
     np.testing.assert_allclose(found["score"], expected["score"], rtol=1e-5, atol=1e-6)
@@ -81,7 +81,7 @@ def test_everybody_gets_the_best_of_what_they_have_not_met(method: str, folders:
 
 
 def test_one_user_gets_what_all_get(folders: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    loaded = model.load(folders("fedmf"))
+    loaded = saved_model.load(folders("fedmf"))
     user = str(loaded.split.user_ids[5])
     expected = loaded.recommend(np.arange(loaded.split.clients), 4).query("user == @user")
     assert ask("--run", folders("fedmf"), "--user", user, "-k", 4) == 0
@@ -94,19 +94,21 @@ def test_one_user_gets_what_all_get(folders: Any, tmp_path: Path, capsys: pytest
 
 
 def test_titles_and_the_order_asked_for(folders: Any) -> None:
-    loaded = model.load(folders("fedmf"))
-    titled = model.Model(**{**vars_of(loaded), "item_names": np.array([f"film {item}" for item in loaded.split.item_ids], dtype=object)})
+    loaded = saved_model.load(folders("fedmf"))
+    titled = saved_model.Model(
+        **{**vars_of(loaded), "item_names": np.array([f"film {item}" for item in loaded.split.item_ids], dtype=object)}
+    )
     found = titled.recommend(np.array([7, 3]), 2)
     assert found["user"].to_list() == [str(loaded.split.user_ids[u]) for u in (7, 7, 3, 3)]
     assert found["title"].to_list() == [f"film {item}" for item in found["item"]]
 
 
-def vars_of(loaded: model.Model) -> dict[str, Any]:
+def vars_of(loaded: saved_model.Model) -> dict[str, Any]:
     return {name: getattr(loaded, name) for name in ("config", "split", "known", "item_names", "server", "store", "round")}
 
 
 def test_what_nobody_trained_on_is_not_recommended(folders: Any) -> None:
-    loaded = model.load(folders("popularity"))
+    loaded = saved_model.load(folders("popularity"))
     everything = loaded.recommend(np.array([0]), loaded.split.items)
     met = int(np.diff(loaded.split.seen_ptr)[0])
     mine = loaded.split.seen_item[:met]

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from fedbench import registry
-from fedbench.algorithm import Algorithm
-from fedbench.data import DatasetOptions
+from fedbench.contract import registry
+from fedbench.contract.algorithm import Algorithm
+from fedbench.contract.dataset import DatasetOptions
 from fedbench.errors import UsageError
 
 PLUGIN = """
 from __future__ import annotations
 from dataclasses import dataclass
-from fedbench.algorithm import Algorithm
-from fedbench.registry import register
+from fedbench.contract.algorithm import Algorithm
+from fedbench.contract.registry import register
 
 @register("{name}", summary="a small one")
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def test_a_file_gives_its_one_algorithm_each_time(tmp_path: Path) -> None:
 
 
 def test_a_file_without_register_is_named_after_itself(tmp_path: Path) -> None:
-    source = "from fedbench.algorithm import Algorithm\nclass Mine(Algorithm):\n    'One line.'\n"
+    source = "from fedbench.contract.algorithm import Algorithm\nclass Mine(Algorithm):\n    'One line.'\n"
     cls = registry.algorithm(write(tmp_path / "my method.py", source))
     assert (cls.name, cls.summary) == ("my_method", "One line.")
 
@@ -140,9 +140,9 @@ def test_a_file_without_register_is_named_after_itself(tmp_path: Path) -> None:
     ("source", "message"),
     [
         ("x = 1", "found none"),
-        ("from fedbench.algorithm import Algorithm", "found none"),
-        ("from fedbench.algorithm import Algorithm\nclass A(Algorithm): pass\nclass B(Algorithm): pass", "found A, B"),
-        ("from fedbench.algorithm import Algorithm\nclass A(Algorithm):\n    x: int = 1", "put @dataclass"),
+        ("from fedbench.contract.algorithm import Algorithm", "found none"),
+        ("from fedbench.contract.algorithm import Algorithm\nclass A(Algorithm): pass\nclass B(Algorithm): pass", "found A, B"),
+        ("from fedbench.contract.algorithm import Algorithm\nclass A(Algorithm):\n    x: int = 1", "put @dataclass"),
         ("def broken(:", "SyntaxError.*line 1"),
         ("import no_such_module_at_all", "ModuleNotFoundError"),
         ("raise SystemExit(0)", "SystemExit"),

@@ -18,11 +18,11 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from fedbench import cli
 from fedbench.__main__ import main
-from fedbench.boards import RANKING, choose_boards, compare, read_runs
-from fedbench.protocol import Protocol
-from fedbench.results import protocol_fields
+from fedbench.commands import cli
+from fedbench.data.protocol import Protocol
+from fedbench.experiment.summary import protocol_fields
+from fedbench.reporting.boards import RANKING, choose_boards, compare, read_runs
 
 CLIENTS, SEEDS, CANDIDATES = 120, 5, 100
 FINGERPRINT = {"clean": "1a" * 8, "published": "2b" * 8}

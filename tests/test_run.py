@@ -16,9 +16,13 @@ import pandas as pd
 import pytest
 from numba.core.event import install_listener, trigger_event
 
-from fedbench import checkpoint, cli, fused, run, split, tracking
-from fedbench.config import resolve
-from fedbench.engine import Engine
+from fedbench.commands import cli
+from fedbench.data import split
+from fedbench.experiment import checkpoint, run
+from fedbench.kernels import fused
+from fedbench.settings.config import resolve
+from fedbench.simulation.engine import Engine
+from fedbench.tracking import run_log
 
 ROOT = Path(__file__).parents[1]
 DATA = "--dataset synthetic --users 60 --items 150 --interactions 12"
@@ -57,7 +61,7 @@ def test_the_folder_alone_suffices(tmp_path: Path) -> None:
         *("checkpoint/model.json", "checkpoint/model.safetensors", "figures/convergence.png", "figures/distribution.png"),
     }
     summary = summary_of(tmp_path / "r")
-    assert summary == tracking.plain(returned)
+    assert summary == run_log.plain(returned)
     named = "algo dataset protocol protocol_fingerprint leaky seed rounds best_round val test bytes_up bytes_down client_visits"
     assert {*named.split(), "clients_never_seen", "seconds_per_round", "peak_rss_mb", "device"} <= summary.keys()
     for which in ("val", "test"):
@@ -270,7 +274,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path, capsys: py
     expected = carry_out(FEDMF, tmp_path / "r")
     assert cli.main([*FEDMF.split(), "--seed", "1", "--out", str(tmp_path / "r")]) == 2
     assert "already holds a run" in capsys.readouterr().err
-    assert result(summary_of(tmp_path / "r")) == result(tracking.plain(expected))
+    assert result(summary_of(tmp_path / "r")) == result(run_log.plain(expected))
 
 
 def interrupting(monkeypatch: pytest.MonkeyPatch, when: int, signals: int = 1) -> None:

@@ -12,14 +12,14 @@ import pytest
 from algorithms.fedmf import FedMF
 from algorithms.fedrecon import FedRecon
 from datasets import synthetic
-from fedbench import cli
-from fedbench.algorithm import Algorithm
-from fedbench.data import DatasetOptions, Interactions
-from fedbench.draw import keys
-from fedbench.evaluate import chance_metrics, popularity_ranks
-from fedbench.federation import Federation
-from fedbench.protocol import Protocol
-from fedbench.split import Split, cohort_of, split
+from fedbench.commands import cli
+from fedbench.contract.algorithm import Algorithm
+from fedbench.contract.dataset import DatasetOptions, Interactions
+from fedbench.contract.randomness import keys
+from fedbench.data.protocol import Protocol
+from fedbench.data.split import Split, cohort_of, split
+from fedbench.evaluation.metrics import chance_metrics, popularity_ranks
+from fedbench.simulation.federation import Federation
 from tests.test_run import summary_of
 
 

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from algorithms.fedrecon import FedRecon
-from fedbench import secure
-from fedbench.draw import Draw
-from fedbench.engine import Uploads
+from fedbench.contract.randomness import Draw
 from fedbench.errors import FedbenchError
-from fedbench.federation import Federation
-from fedbench.secure import masked, masked_sum, to_fixed
+from fedbench.parts import secure_sum
+from fedbench.parts.secure_sum import masked, masked_sum, to_fixed
+from fedbench.simulation.engine import Uploads
+from fedbench.simulation.federation import Federation
 from tests.conftest import small_split
 
 NEWTON = FedRecon(dim=8, clients_per_round=17)
@@ -34,7 +34,7 @@ def test_the_sum_is_the_plain_sum_to_the_resolution() -> None:
     values = torch.randn(50, 3, 4, dtype=torch.float64)
     found = masked_sum(values, np.arange(50), 0, 1)
     assert found.shape == (3, 4)
-    assert (found - values.sum(0)).abs().max() <= 50 * 2.0 ** -(secure.FRACTION + 1)
+    assert (found - values.sum(0)).abs().max() <= 50 * 2.0 ** -(secure_sum.FRACTION + 1)
 
 
 def test_a_masked_upload_is_noise() -> None:
@@ -75,7 +75,7 @@ def test_no_single_statistic_reaches_the_server(monkeypatch: pytest.MonkeyPatch)
             seen.append(uploads)
             return super().aggregate(server, uploads, draw)
 
-    monkeypatch.setattr("fedbench.engine.masked_sum", watched)
+    monkeypatch.setattr("fedbench.simulation.engine.masked_sum", watched)
     Federation.start(Watched(**vars(NEWTON)), small_split(), 0, dtype=torch.float64).next_round()
     (uploads,), (parts,) = seen, single
     assert parts.shape == (17, 36)

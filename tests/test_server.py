@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from algorithms.fedmf import FedMF
-from fedbench.aggregate import Rows, mean_of_whole_tables
-from fedbench.algorithm import Tensors
+from fedbench.contract.algorithm import Tensors
 from fedbench.errors import UsageError
-from fedbench.server import BETA1, BETA2, EPSILON, OPTIMIZERS, SharedModel
+from fedbench.parts.mixing import Rows, mean_of_whole_tables
+from fedbench.parts.server_optimizer import BETA1, BETA2, EPSILON, OPTIMIZERS, SharedModel
 
 TORCH: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.3),

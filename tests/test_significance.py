@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedbench import significance
-from fedbench.significance import bootstrap, bounds, critical_difference, holm, interval, pareto, wilcoxon
+from fedbench.evaluation import significance
+from fedbench.evaluation.significance import bootstrap, bounds, critical_difference, holm, interval, pareto, wilcoxon
 
 
 def values(seeds: int, clients: int, mean: float, seed: int = 0, spread: float = 0.02) -> np.ndarray:

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedbench.data import Interactions
+from fedbench.contract.dataset import Interactions
+from fedbench.data.protocol import PRESETS, Protocol
+from fedbench.data.split import Samples, Split, _outside, _smallest, cohort_of, sample_round, split, unseen
 from fedbench.errors import DataError
-from fedbench.protocol import PRESETS, Protocol
-from fedbench.split import Samples, Split, _outside, _smallest, cohort_of, sample_round, split, unseen
 
 SPLITS = ("time", "random", "item-order")
 small = settings(max_examples=25, deadline=None)

@@ -17,15 +17,17 @@ from algorithms.fedavg_ncf import FedAvgNCF
 from algorithms.fedem import FedEM
 from algorithms.fedmf import FedMF
 from algorithms.local import Local
-from fedbench import checkpoint, cli, kept, model, ranks, run
-from fedbench import store as store_file
-from fedbench.algorithm import Algorithm, World
-from fedbench.config import RunConfig
-from fedbench.draw import Draw
+from fedbench.commands import cli
+from fedbench.contract.algorithm import Algorithm, World
+from fedbench.contract.randomness import Draw
 from fedbench.errors import FedbenchError
-from fedbench.federation import Federation, world_of
-from fedbench.results import Best
-from fedbench.store import ClientStore, Disk, Memory, Picked
+from fedbench.experiment import checkpoint, kept_model, run, saved_model
+from fedbench.experiment.summary import Best
+from fedbench.settings.config import RunConfig
+from fedbench.simulation import client_store as store_file
+from fedbench.simulation import workers
+from fedbench.simulation.client_store import ClientStore, Disk, Memory, Picked
+from fedbench.simulation.federation import Federation, world_of
 from tests.test_engine import SMALL, small_split
 from tests.test_run import lines_of, result, summary_of
 
@@ -84,19 +86,19 @@ def test_on_disk_as_in_memory(algorithm: Algorithm, kernel: str, tmp_path: Path,
 def test_a_frozen_copy_stays_as_it_is(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> None:
     federation = started(algorithm)
     federation.next_round()
-    frozen, expected, state = federation.frozen(), federation.full_ranks(), kept.copied(held(federation))
+    frozen, expected, state = federation.frozen(), federation.full_ranks(), kept_model.copied(held(federation))
     assert frozen is not None
     federation.next_round()
     assert_equal(held(frozen), state)
     assert_equal(frozen.full_ranks(), expected)
-    monkeypatch.setattr("fedbench.federation.FROZEN_BYTES", 1)
+    monkeypatch.setattr("fedbench.simulation.federation.FROZEN_BYTES", 1)
     assert federation.frozen() is None
 
 
 def test_a_full_ranking_that_waits_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = "--algo fedmf --dataset synthetic --users 60 --items 150 --interactions 12 --dim 4 --rounds 4 --no-mlflow --quiet --seed 3"
     assert cli.main([*words.split(), "--out", str(tmp_path / "waits")]) == 0
-    monkeypatch.setattr("fedbench.federation.FROZEN_BYTES", 1)
+    monkeypatch.setattr("fedbench.simulation.federation.FROZEN_BYTES", 1)
     assert cli.main([*words.split(), "--out", str(tmp_path / "at-once")]) == 0
     assert result(summary_of(tmp_path / "waits")) == result(summary_of(tmp_path / "at-once"))
     assert (tmp_path / "waits/per_client.parquet").read_bytes() == (tmp_path / "at-once/per_client.parquet").read_bytes()
@@ -164,7 +166,7 @@ def test_auto_asks_how_much_memory_is_free(tmp_path: Path, monkeypatch: pytest.M
     )
     for free, ranks_here, kind in ((4 * everybody, 1, Memory), (4 * everybody - 1, 1, Disk), (4 * everybody, 2, Disk)):
         monkeypatch.setattr(store_file, "free_memory", lambda free=free: free)
-        monkeypatch.setattr(ranks, "on_this_machine", lambda ranks_here=ranks_here: ranks_here)
+        monkeypatch.setattr(workers, "on_this_machine", lambda ranks_here=ranks_here: ranks_here)
         assert type(Federation.start(Local(dim=8), parts, 0, client_store="auto", folder=tmp_path).store.room) is kind
     monkeypatch.setattr(store_file, "free_memory", lambda: 4 * everybody - 1)
     with pytest.raises(FedbenchError, match="use --client-store mmap"):
@@ -200,7 +202,7 @@ def test_a_run_with_a_mapped_store(tmp_path: Path) -> None:
             {**line, "seconds": 0} for line in lines_of(tmp_path / "ram")
         ]
         assert (tmp_path / name / "per_client.parquet").read_bytes() == (tmp_path / "ram" / "per_client.parquet").read_bytes()
-    recommended = [model.load(tmp_path / name).recommend(np.arange(40), 5) for name in ("ram", "mmap")]
+    recommended = [saved_model.load(tmp_path / name).recommend(np.arange(40), 5) for name in ("ram", "mmap")]
     assert recommended[0].equals(recommended[1]) and recommended[0]["user"].nunique() == 40
     assert {path.name for path in (tmp_path / "mmap").iterdir()} == {path.name for path in (tmp_path / "ram").iterdir()}
     assert list((tmp_path / "elsewhere").iterdir()) == []

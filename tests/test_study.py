@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from fedbench import pool, registry, run, study, sweep, tables
-from fedbench.config import resolve
+from fedbench.contract import registry
 from fedbench.errors import UsageError
+from fedbench.experiment import processes, run
+from fedbench.settings.config import resolve
+from fedbench.sweeping import result_tables, study, sweep
 from tests.real_data import FETCHED, REAL
 
 ROOT = Path(__file__).parents[1]
@@ -56,7 +58,7 @@ def test_a_points_key_is_the_hash_of_its_run(tmp_path: Path) -> None:
         n, seed = point.values["clients_per_round"], point.values["seed"]
         same = resolve(f"{FEDMF} -n {n} --seed {seed}".split())
         assert point.key == same.digest()[: study.KEY_DIGITS]
-        pool.job(point.key, point.config.to_dict(), tmp_path / "out", tmp_path, threads=1)
+        processes.job(point.key, point.config.to_dict(), tmp_path / "out", tmp_path, threads=1)
         assert resolve(["--config", str(tmp_path / f"{point.key}.json")]).digest() == point.config.digest()
 
 
@@ -184,7 +186,7 @@ def test_grids_of_one_name_share_a_table(tmp_path: Path) -> None:
         key: {"algo": point.config.algo, **facts, "val": {"ndcg_10": scores[key]}, "test": {"ndcg_10": scores[key]}}
         for key, point in found.points.items()
     }
-    tables.write(found, summaries, {key: {"status": "finished", "seconds": 1.0} for key in found.points}, tmp_path)
+    result_tables.write(found, summaries, {key: {"status": "finished", "seconds": 1.0} for key in found.points}, tmp_path)
     text = (tmp_path / "table.md").read_text()
     assert text.count("**small**") == 1
     lines = [[word.strip() for word in line.split("|")] for line in text.splitlines()]

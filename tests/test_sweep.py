@@ -17,12 +17,14 @@ from urllib.parse import parse_qs, unquote
 import pandas as pd
 import pytest
 
-from fedbench import mirror, pool, study, sweep, tables, trials, views
 from fedbench.__main__ import main as fedbench_main
-from fedbench.config import resolve
 from fedbench.errors import UsageError
-from fedbench.lock import claimed
-from fedbench.tracking import mlflow_run_of
+from fedbench.experiment import processes
+from fedbench.locks import claimed
+from fedbench.settings.config import resolve
+from fedbench.sweeping import result_tables, study, sweep, trials
+from fedbench.tracking import mirror_process, views
+from fedbench.tracking.run_log import mlflow_run_of
 
 ROOT = Path(__file__).parents[1]
 DATA = ["--dataset", "synthetic", "--users", "40", "--items", "80", "--interactions", "10"]
@@ -43,7 +45,7 @@ def times(folder: Path) -> dict[str, int]:
 
 
 def children(database: str, parent: str) -> list[Any]:
-    client = mirror.import_client()(database)
+    client = mirror_process.import_client()(database)
     return client.search_runs(["1"], f"tags.`mlflow.parentRunId` = '{parent}'")
 
 
@@ -61,7 +63,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
 
 
 def parent_of(database: str) -> Any:
-    (found,) = mirror.import_client()(database).search_runs(["1"], "tags.kind = 'sweep'")
+    (found,) = mirror_process.import_client()(database).search_runs(["1"], "tags.kind = 'sweep'")
     return found
 
 
@@ -94,12 +96,12 @@ def test_mlflow_has_a_parent_and_its_children(swept: tuple[Path, str, str]) -> N
     assert sorted((run.data.params["n"], run.data.params["e"]) for run in runs) == [("10", "1"), ("10", "2"), ("20", "1"), ("20", "2")]
     assert {run.info.run_name for run in runs} == {"n=10 e=1", "n=10 e=2", "n=20 e=1", "n=20 e=2"}
     assert {run.info.status for run in [parent, *runs]} == {"FINISHED"}
-    artifacts = {file.path for file in mirror.import_client()(database).list_artifacts(parent.info.run_id)}
+    artifacts = {file.path for file in mirror_process.import_client()(database).list_artifacts(parent.info.run_id)}
     assert {"table.csv", "table.md", "sweep.json", "heatmap-hr_10.png", "heatmap-ndcg_10.png"} == artifacts
     link = printed.split("charts  ")[1].strip()
     query = parse_qs(link.partition("?")[2])
     assert link.startswith("http://127.0.0.1:5000/#/experiments/1/runs?") and query["compareRunsMode"] == ["CHART"]
-    tags = mirror.import_client()(database).get_experiment("1").tags
+    tags = mirror_process.import_client()(database).get_experiment("1").tags
     view = json.loads(tags[f"mlflow.sharedViewState.{query['viewStateShareKey'][0]}"])
     state = json.loads(view["state"])
     assert view["name"] == "n × e: fedmf-synthetic"
@@ -139,7 +141,7 @@ def refuse_tags(patch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise OSError("the store takes no tags")
 
-    patch.setattr(mirror.import_client(), "set_experiment_tag", refuse)
+    patch.setattr(mirror_process.import_client(), "set_experiment_tag", refuse)
 
 
 def test_the_next_call_does_what_is_missing_and_nothing_else(
@@ -150,8 +152,8 @@ def test_the_next_call_does_what_is_missing_and_nothing_else(
     before, made, parent = results(original), times(original), parent_of(database).info.run_id
     line = [*GRID, "--out", str(original)]
     started: list[str] = []
-    begin = pool.start
-    monkeypatch.setattr(pool, "start", lambda job: started.append(job.key) or begin(job))
+    begin = processes.start
+    monkeypatch.setattr(processes, "start", lambda job: started.append(job.key) or begin(job))
 
     assert sweep.main(line) == 0
     assert started == [] and times(original) == made
@@ -159,7 +161,7 @@ def test_the_next_call_does_what_is_missing_and_nothing_else(
     # one point lost, of another the copy in MLflow, and the remains of a killed run in MLflow
     lost, unseen, *_ = made
     shutil.rmtree(original / lost)
-    client = mirror.import_client()(database)
+    client = mirror_process.import_client()(database)
     client.delete_run(mlflow_run_of(original / unseen))
     remains = client.create_run("1", tags={"mlflow.parentRunId": parent}).info.run_id
     assert sweep.main(line) == 0
@@ -285,14 +287,14 @@ def test_a_trials_time_grows_with_the_run() -> None:
 
 def test_means_over_seeds_have_students_interval() -> None:
     # scipy.stats.t.interval(.95, 2, .2, .1 / 3 ** .5) = (-.0484, .4484)
-    mean, half = tables.mean_and_interval(pd.Series([0.1, 0.2, 0.3]).to_numpy())
+    mean, half = result_tables.mean_and_interval(pd.Series([0.1, 0.2, 0.3]).to_numpy())
     assert (mean, half) == pytest.approx((0.2, 0.24841377))
 
 
 def test_ray_without_a_server_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
-    from fedbench import ray_pool
+    from fedbench.sweeping import ray_backend
 
     with pytest.raises(UsageError, match="set MLFLOW_TRACKING_URI=http"):
-        next(ray_pool.run({"a": ray_pool.Task({"mlflow": True}, {})}, tmp_path, 1, 0.0))
+        next(ray_backend.run({"a": ray_backend.Task({"mlflow": True}, {})}, tmp_path, 1, 0.0))

@@ -15,11 +15,14 @@ import pytest
 
 from datasets.csv_file import load_csv, load_history
 from datasets.rows import RowFormat
-from fedbench import cli, config, text, tracking
+from fedbench import text
 from fedbench.__main__ import main
-from fedbench.data import DatasetOptions
+from fedbench.commands import cli
+from fedbench.contract.dataset import DatasetOptions
 from fedbench.errors import DataError, UsageError
-from fedbench.page import Cell, Page, Section, Table
+from fedbench.reporting.page import Cell, Page, Section, Table
+from fedbench.settings import config
+from fedbench.tracking import run_log
 
 ROOT = Path(__file__).parents[1]
 RUN = ["--algo", "fedmf", "--dataset", "synthetic", "--print-config"]
@@ -105,11 +108,11 @@ def test_shown_spells_out_what_steers() -> None:
 
 
 def test_nothing_steers_the_terminal_from_a_log_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tracking.setup_logging(quiet=False, debug=False)
-    handler = tracking.attach_log_file(tmp_path)
+    run_log.setup_logging(quiet=False, debug=False)
+    handler = run_log.attach_log_file(tmp_path)
     try:
         logging.getLogger("fedbench").warning("%s and\nanother", NASTY)
-        logging.getLogger("fedbench.registry").warning("child %s", NASTY)
+        logging.getLogger("fedbench.contract.registry").warning("child %s", NASTY)
     finally:
         logging.getLogger("fedbench").removeHandler(handler)
         handler.close()

@@ -20,9 +20,9 @@ import pandas as pd
 import pytest
 import requests
 
-from fedbench import copier, mirror, tracking
 from fedbench.errors import UsageError
-from fedbench.tracking import RunLog
+from fedbench.tracking import copier, mirror_process, run_log
+from fedbench.tracking.run_log import RunLog
 
 REPO = Path(__file__).parent.parent
 CONFIG: dict[str, Any] = {"algo": "toy", "rounds": 3, "clients_per_round": None, "local_epochs": 2, "protocol": {"split": "time"}}
@@ -63,15 +63,15 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def client(database: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
-    yield mirror.import_client()(database)
+    yield mirror_process.import_client()(database)
 
 
 @pytest.fixture(autouse=True)
 def no_handler_stays() -> Iterator[None]:
-    before = list(tracking.logger.handlers)
+    before = list(run_log.logger.handlers)
     yield
-    left = [handler for handler in tracking.logger.handlers if handler not in before]
-    tracking.logger.handlers = before
+    left = [handler for handler in run_log.logger.handlers if handler not in before]
+    run_log.logger.handlers = before
     assert not left, "a run left its log file attached"
 
 
@@ -100,7 +100,7 @@ def test_the_folder_is_complete_without_mlflow(tmp_path: Path) -> None:
     log.finish(SUMMARY, CLIENTS)
     out = tmp_path / "a" / "run"
     assert read(out / "config.json") == CONFIG
-    assert mirror.read_lines(out / "metrics.jsonl") == [line(1), line(2), line(3)]
+    assert mirror_process.read_lines(out / "metrics.jsonl") == [line(1), line(2), line(3)]
     assert pd.read_parquet(out / "per_client.parquet").equals(CLIENTS)
     assert {path.name for path in (out / "figures").iterdir()} == {"convergence.png", "distribution.png"}
     assert "a word for the log" in (out / "log.txt").read_text()
@@ -114,7 +114,7 @@ def test_the_folder_is_complete_without_mlflow(tmp_path: Path) -> None:
 
 
 def test_mlflow_is_not_imported_until_it_is_used() -> None:
-    code = "import sys, fedbench.tracking; print([m for m in ('mlflow', 'torch', 'matplotlib') if m in sys.modules])"
+    code = "import sys, fedbench.tracking.run_log; print([m for m in ('mlflow', 'torch', 'matplotlib') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -123,7 +123,7 @@ def test_a_failing_round_leaves_the_lines_before_it(tmp_path: Path) -> None:
     log = start(tmp_path)
     log.round(line(1))
     # read before the run ends: a line is on disk as soon as its round is over
-    assert mirror.read_lines(tmp_path / "metrics.jsonl") == [line(1)]
+    assert mirror_process.read_lines(tmp_path / "metrics.jsonl") == [line(1)]
     log.end("FAILED")
     assert not (tmp_path / "summary.json").exists()
 
@@ -163,7 +163,7 @@ def test_resume_keeps_the_rounds_before_and_drops_those_done_again(tmp_path: Pat
     log.round({**line(3), "loss": 0.25})
     assert not (tmp_path / "summary.json").exists()
     log.finish(SUMMARY, CLIENTS)
-    assert mirror.read_lines(tmp_path / "metrics.jsonl") == [line(1), line(2), {**line(3), "loss": 0.25}]
+    assert mirror_process.read_lines(tmp_path / "metrics.jsonl") == [line(1), line(2), {**line(3), "loss": 0.25}]
 
 
 def test_mlflow_holds_what_the_folder_holds(tmp_path: Path, client: Any, capfd: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +174,9 @@ def test_mlflow_holds_what_the_folder_holds(tmp_path: Path, client: Any, capfd: 
     log.finish(SUMMARY, CLIENTS)
     assert capfd.readouterr().err == ""
     run = client.get_run(log.run_id)
-    expected = {(key, item["round"]): value for item in mirror.read_lines(tmp_path / "metrics.jsonl") for key, value in item.items()}
+    expected = {
+        (key, item["round"]): value for item in mirror_process.read_lines(tmp_path / "metrics.jsonl") for key, value in item.items()
+    }
     stored = history(client, log.run_id)
     assert {place: value for place, value in stored.items() if "/" not in place[0] or place[0] == "val/ndcg_10"} == {
         place: value for place, value in expected.items() if place[0] != "round"
@@ -280,7 +282,7 @@ def eventually(true: Callable[[], bool]) -> bool:
 
 
 def test_rounds_reach_mlflow_while_the_run_goes_on(tmp_path: Path, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr(run_log, "FLUSH_SECONDS", 0.05)
     log = start(tmp_path, mlflow=True)
     assert eventually(lambda: log.run_id is not None)
     for number in (1, 2):
@@ -301,7 +303,7 @@ def test_a_dead_server_costs_one_warning(tmp_path: Path, monkeypatch: pytest.Mon
     warning = caplog.records[0].getMessage()
     assert "given up" in warning and str(tmp_path) in warning and "secret" not in warning
     assert (log.run_id, log.link) == (None, None)
-    assert len(mirror.read_lines(tmp_path / "metrics.jsonl")) == 3
+    assert len(mirror_process.read_lines(tmp_path / "metrics.jsonl")) == 3
     assert (tmp_path / "summary.json").exists()
 
 
@@ -337,11 +339,11 @@ def test_a_server_takes_a_run_and_may_die_in_the_next(
 ) -> None:
     address, process = server
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-    monkeypatch.setattr(tracking, "FLUSH_SECONDS", 0.05)
+    monkeypatch.setattr(run_log, "FLUSH_SECONDS", 0.05)
     whole = start(tmp_path / "whole", mlflow=True)
     whole.round(line(1))
     whole.finish(SUMMARY, CLIENTS)
-    client = mirror.import_client()(address)
+    client = mirror_process.import_client()(address)
     assert whole.link is not None and whole.link.startswith(f"{address}/#/experiments/")
     assert client.get_run(whole.run_id).info.status == "FINISHED"
     assert {item.path for item in client.list_artifacts(whole.run_id)} >= {"summary.json", "figures"}
@@ -367,7 +369,7 @@ def run_child(code: str, *arguments: str, cwd: Path, database: str, **environmen
 CHILD = """
 import sys, time
 from pathlib import Path
-from fedbench.tracking import RunLog
+from fedbench.tracking.run_log import RunLog
 log = RunLog.open(Path(sys.argv[1]), {"algo": "toy"}, {}, True, "child", sys.argv[2])
 log.round({"round": 1, "loss": 1.0})
 while log.run_id is None:
@@ -397,7 +399,7 @@ def test_a_killed_run_is_marked(tmp_path: Path, client: Any, database: str, both
     else:
         assert eventually(lambda: client.get_run(killed).info.status == "KILLED")
         assert [point.step for point in client.get_metric_history(killed, "loss")] == [1]
-    assert mirror.mark_stale(client, client.get_experiment_by_name("kill").experiment_id) == 0
+    assert mirror_process.mark_stale(client, client.get_experiment_by_name("kill").experiment_id) == 0
 
 
 def test_copies_are_forked_from_one_process_and_outlive_it(
@@ -432,9 +434,9 @@ def test_copies_are_forked_from_one_process_and_outlive_it(
 
 def test_a_pid_used_again_by_another_process_is_no_sign_of_life() -> None:
     own = os.getpid()
-    assert mirror.alive(own, mirror.started(own))
+    assert mirror_process.alive(own, mirror_process.started(own))
     if Path("/proc/self/stat").exists():
-        assert not mirror.alive(own, "1")
+        assert not mirror_process.alive(own, "1")
 
 
 @pytest.mark.slow
@@ -449,20 +451,20 @@ def test_two_processes_create_one_database(tmp_path: Path) -> None:
 
 
 def test_the_link_is_built_on_a_servers_own_address() -> None:
-    assert mirror.ui_address("https://me:pw@host:8080/mlflow/") == "https://host:8080/mlflow"
-    assert mirror.ui_address("postgresql://me:pw@host/db") == mirror.LOCAL_UI
+    assert mirror_process.ui_address("https://me:pw@host:8080/mlflow/") == "https://host:8080/mlflow"
+    assert mirror_process.ui_address("postgresql://me:pw@host/db") == mirror_process.LOCAL_UI
 
 
 def test_quiet_silences_the_console_and_not_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = list(tracking.logger.handlers)
-    tracking.setup_logging(quiet=True, debug=False)
+    before = list(run_log.logger.handlers)
+    run_log.setup_logging(quiet=True, debug=False)
     try:
         log = start(tmp_path)
-        tracking.logger.info("for the file")
-        tracking.logger.warning("for both")
+        run_log.logger.info("for the file")
+        run_log.logger.warning("for both")
         log.end("FAILED")
     finally:
-        tracking.logger.handlers = before
+        run_log.logger.handlers = before
     console = capsys.readouterr().err
     assert "for both" in console and "for the file" not in console
     assert "for the file" in (tmp_path / "log.txt").read_text()

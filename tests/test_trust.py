@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from fedbench import cli, registry, trust
+from fedbench import trust
 from fedbench.__main__ import main
+from fedbench.commands import cli
+from fedbench.contract import registry
 
 PLUG_IN = """
 from pathlib import Path

@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
-from fedbench import mirror, ui, views
 from fedbench.__main__ import main as fedbench_main
+from fedbench.commands import ui
 from fedbench.errors import FedbenchError, UsageError
-from fedbench.views import View
+from fedbench.tracking import mirror_process, views
+from fedbench.tracking.views import View
 
 ROOT = Path(__file__).parents[1]
 RANKING = {"best/val/ndcg_10": 0.4, "best/test/ndcg_10": 0.5, "best/test/hr_10": 0.6, "summary/cohort": 40.0}
@@ -124,7 +125,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def store(database: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> tuple[Any, str]:
     """A client and the id of an experiment of the test's own."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
-    return mirror.open_store(request.node.name)
+    return mirror_process.open_store(request.node.name)
 
 
 def kept(store: tuple[Any, str]) -> dict[str, Any]:
@@ -181,7 +182,7 @@ def seeds(database: Path) -> str:
 
 
 def test_seeds_have_a_parent_with_their_means_and_a_view(seeds: str, database: Path) -> None:
-    client = mirror.import_client()(f"sqlite:///{database}")
+    client = mirror_process.import_client()(f"sqlite:///{database}")
     experiment = client.get_experiment_by_name("fedbench")
     (parent,) = client.search_runs([experiment.experiment_id], "tags.kind = 'seeds'")
     children = client.search_runs([experiment.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
@@ -202,7 +203,7 @@ def test_a_report_has_a_view_of_its_runs(
     runs = str(database.parent / "seeds")
     assert fedbench_main(["report", runs]) == 0
     key = capsys.readouterr().out.split("viewStateShareKey=")[1].strip()
-    tags = mirror.import_client()(f"sqlite:///{database}").get_experiment_by_name("fedbench").tags
+    tags = mirror_process.import_client()(f"sqlite:///{database}").get_experiment_by_name("fedbench").tags
     state = json.loads(json.loads(tags[views.TAG + key])["state"])
     assert state["searchFilter"].count("'") == 4  # two runs by their ids
     # a store that is not there, or has not got these runs, is left alone

@@ -1,0 +1,651 @@
+"""From interactions to clients: training items, one validation and one test item each, and the items ranked beside them.
+
+A rating split holds out ratings instead: a fold of all ratings, or half the ratings of clients that never take part.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit, prange
+
+from fedbench.contract.dataset import Interactions
+from fedbench.contract.randomness import GOLDEN, LOW_BITS, S31, almost_mixed, below, keys, mix, purpose_base, unit
+from fedbench.data.protocol import Protocol
+from fedbench.errors import DataError, UsageError
+from fedbench.kernels.vectors import prefetch
+
+log = logging.getLogger("fedbench")
+
+TRAIN, VAL, TEST = 0, 1, 2
+"""roles of clients in the users split"""
+HELD_SHARE = 0.1
+"""share of the clients that validate, and that test, in the users split"""
+NO_ITEMS: dict[str, Any] = dict.fromkeys(("val_item", "val_rating", "test_item"), np.empty(0, np.int32))
+NO_ITEMS |= dict.fromkeys(("val_candidates", "test_candidates"), np.empty((0, 1), np.int32))
+"""fields of a Split that holds out no items to rank"""
+
+
+class Held(NamedTuple):
+    """Held-out ratings, CSR by client; a client's are sorted by item number."""
+
+    ptr: np.ndarray
+    """[U+1]"""
+    item: np.ndarray
+    """[N] int32"""
+    rating: np.ndarray
+    """[N] float32"""
+
+    @property
+    def client(self) -> np.ndarray:
+        """[N] whose rating it is"""
+        return np.repeat(np.arange(len(self.ptr) - 1), np.diff(self.ptr))
+
+
+@dataclass(frozen=True)
+class Split:
+    """U clients and M items, renumbered without gaps after the protocol's filter. Per-client lists are CSR: ptr [U+1] and values.
+
+    A client's training items and all of its items (training, validation and test) are sorted by item number.
+    """
+
+    protocol: Protocol
+    """the protocol with nothing left to resolve"""
+    fingerprint: str
+    checksum: str
+    items: int
+    train_ptr: np.ndarray
+    train_item: np.ndarray
+    train_rating: np.ndarray
+    seen_ptr: np.ndarray
+    seen_item: np.ndarray
+    val_item: np.ndarray
+    val_rating: np.ndarray
+    test_item: np.ndarray
+    val_candidates: np.ndarray
+    """[U, K] items ranked beside the validation item"""
+    test_candidates: np.ndarray
+    user_ids: np.ndarray
+    """[U] what the source calls a client"""
+    item_ids: np.ndarray
+    refit: bool = False
+    """validation items are training items: nothing may be chosen on them any more"""
+    held: Mapping[str, Held] = field(default_factory=dict)
+    """rating splits: `test`, and `val` where there is one. Their `val_item`, `test_item` and candidates are empty"""
+    role: np.ndarray | None = None
+    """[U] TRAIN, VAL or TEST in the users split; there the training items of the last two are their support half"""
+    rating_min: float = 0.0
+    rating_max: float = 1.0
+    newcomers: Split | None = None
+    """the clients that --new-users keeps out of all of this, with the same items"""
+    sample: np.ndarray | None = None
+    """client numbers of those that are ranked for, ascending, if not all are"""
+
+    @property
+    def evaluated(self) -> np.ndarray:
+        """Client numbers of those that are ranked for."""
+        return np.arange(self.clients) if self.sample is None else self.sample
+
+    @property
+    def clients(self) -> int:
+        return len(self.train_ptr) - 1
+
+    @property
+    def trainers(self) -> np.ndarray:
+        """Client numbers of those that take part in rounds."""
+        return np.arange(self.clients) if self.role is None else np.flatnonzero(self.role == TRAIN)
+
+    @property
+    def train_counts(self) -> np.ndarray:
+        return np.diff(self.train_ptr)
+
+    def chance(self, k: int = 10) -> float:
+        """HR@k of a ranking that knows nothing, among the sampled candidates."""
+        return min(1.0, k / (self.test_candidates.shape[1] + 1))
+
+    def of_clients(self, which: np.ndarray) -> Split:
+        """A ranking split of these clients alone, numbered anew in the order given; the items are as they were."""
+        train, seen = _lists(self.train_ptr, which), _lists(self.seen_ptr, which)
+        each = ("val_item", "val_rating", "test_item", "val_candidates", "test_candidates", "user_ids")
+        return replace(
+            self,
+            train_ptr=_from_counts(self.train_counts[which]),
+            train_item=self.train_item[train],
+            train_rating=self.train_rating[train],
+            seen_ptr=_from_counts(np.diff(self.seen_ptr)[which]),
+            seen_item=self.seen_item[seen],
+            **{name: getattr(self, name)[which] for name in each},
+        )
+
+    def with_validation_in_training(self) -> Split:
+        """The split of a refit: each client trains on its validation item too. Test items and candidates stay as they are."""
+        everyone = np.arange(self.clients)
+        user = np.concatenate([np.repeat(everyone, self.train_counts), everyone])
+        item = np.concatenate([self.train_item, self.val_item])
+        order = np.lexsort((item, user))
+        return replace(
+            self,
+            train_ptr=_from_counts(self.train_counts + 1),
+            train_item=item[order],
+            train_rating=np.concatenate([self.train_rating, self.val_rating])[order],
+            refit=True,
+        )
+
+
+@njit(cache=True)
+def _pair_hash(base: np.uint64, user: np.ndarray, item: np.ndarray) -> np.ndarray:
+    out = np.empty(user.size, np.uint64)
+    for r in range(user.size):
+        out[r] = mix(base ^ mix(np.uint64(user[r]) * np.uint64(0x100000001B3) + np.uint64(item[r])))
+    return out
+
+
+@njit(inline="always", cache=True)
+def unseen(seen: np.ndarray, rank: np.int64) -> np.int64:
+    """The rank-th item (from 0) that is not in the sorted list `seen`: a binary search, no rejection."""
+    low, high = 0, seen.size
+    while low < high:
+        middle = (low + high) // 2
+        if seen[middle] - middle <= rank:
+            low = middle + 1
+        else:
+            high = middle
+    return rank + low
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def _candidates(stream: np.ndarray, ptr: np.ndarray, seen: np.ndarray, items: int, out: np.ndarray) -> None:
+    """out [U, K]: K different items a client has not seen, in the order drawn."""
+    width = out.shape[1]
+    for c in prange(stream.size):
+        mine = seen[ptr[c] : ptr[c + 1]]
+        free = items - mine.size
+        counter = 0
+        for k in range(width):
+            repeated = True
+            while repeated:
+                pick = unseen(mine, below(stream[c], counter, free))
+                counter += 1
+                repeated = False
+                for j in range(k):
+                    if out[c, j] == pick:
+                        repeated = True
+                        break
+            out[c, k] = pick
+
+
+def _from_counts(counts: np.ndarray) -> np.ndarray:
+    """CSR pointers of lists with these lengths."""
+    ptr = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=ptr[1:])
+    return ptr
+
+
+def _lists(ptr: np.ndarray, which: np.ndarray) -> np.ndarray:
+    """Positions of the values of these CSR lists, one list after another."""
+    counts = np.diff(ptr)[which]
+    return np.repeat(ptr[which] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+
+
+def split(data: Interactions, protocol: Protocol) -> Split:
+    """Apply a protocol to a dataset. Deterministic: depends on the rows, not on their order, and on `split_seed`."""
+    protocol = protocol.resolve(data)
+    if protocol.ratings:
+        return _rating_split(data, protocol)
+    checksum = data.checksum()
+    user, item, rating, time = _filtered(data, protocol)
+    user_codes, user = _without_gaps(user, data.users)
+    item_codes, item = _without_gaps(item, data.items)
+    clients, items = len(user_codes), len(item_codes)
+    sample = None
+    if protocol.eval_clients is not None and protocol.eval_clients < clients:
+        sample = np.sort(_smallest(keys(protocol.split_seed, 0, "evaluated", user_codes), protocol.eval_clients))
+    else:
+        protocol = replace(protocol, eval_clients=None)
+
+    order = np.lexsort((*_last_is_test(data, protocol, user_codes[user], item_codes[item], time), user))
+    user, item, rating = user[order], item[order], rating[order]
+    seen_ptr = _from_counts(np.bincount(user, minlength=clients))
+    is_test, is_val = np.zeros(len(user), bool), np.zeros(len(user), bool)
+    is_test[seen_ptr[1:] - 1] = True
+    is_val[seen_ptr[1:] - 2] = True
+    train = ~(is_val | is_test)
+    by_item = np.lexsort((item, user))
+    seen_item, train_sorted = item[by_item], train[by_item]
+    protocol, val_candidates, test_candidates = _ranked_beside(data, protocol, seen_ptr, seen_item, items, user_codes, item_codes)
+    whole = Split(
+        protocol=protocol,
+        fingerprint=protocol.fingerprint(checksum),
+        checksum=checksum,
+        items=items,
+        train_ptr=_from_counts(np.bincount(user[train], minlength=clients)),
+        train_item=seen_item[train_sorted],
+        train_rating=rating[by_item][train_sorted].astype(np.float32),
+        seen_ptr=seen_ptr,
+        seen_item=seen_item,
+        val_item=item[is_val],
+        val_rating=rating[is_val].astype(np.float32),
+        test_item=item[is_test],
+        val_candidates=val_candidates,
+        test_candidates=test_candidates,
+        user_ids=data.user_ids[user_codes],
+        item_ids=data.item_ids[item_codes],
+        sample=sample,
+    )
+    return _without_newcomers(whole, user_codes, data.name) if protocol.new_users else whole
+
+
+def _without_newcomers(whole: Split, user_codes: np.ndarray, name: str) -> Split:
+    """The clients that take part; those that do not, the first in the order of a seeded hash, are its `newcomers`."""
+    count = max(1, round(whole.protocol.new_users * whole.clients))
+    if count >= whole.clients:
+        raise DataError(f"{name}: of {whole.clients} users none is left to train; lower --new-users or use more data")
+    order = np.argsort(keys(whole.protocol.split_seed, 0, "newcomers", user_codes), kind="stable")
+    return replace(whole.of_clients(np.sort(order[count:])), newcomers=whole.of_clients(np.sort(order[:count])))
+
+
+def _filtered(data: Interactions, protocol: Protocol) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of the users that take part. Three interactions are the least that give one to train, one to validate, one to test; of
+    ratings to predict, two give one to learn from and one to predict."""
+    needed = 2 if protocol.ratings else 3
+    least = max(protocol.min_interactions, needed)
+    keep = np.bincount(data.user, minlength=data.users)[data.user] >= least
+    if not keep.any():
+        least_of_all = f"lower --min-interactions ({needed} at least) or use more data"
+        raise DataError(f"{data.name}: no user has {least} or more interactions; {least_of_all}")
+    return data.user[keep], data.item[keep], data.rating[keep], data.time[keep]
+
+
+def _without_gaps(code: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The codes that appear, ascending, and [N] int32 the place of each row's among them."""
+    there = np.flatnonzero(np.bincount(code, minlength=size))
+    number = np.empty(size, np.int32)
+    number[there] = np.arange(len(there))
+    return there, number[code]
+
+
+def _rating_split(data: Interactions, protocol: Protocol) -> Split:
+    """kfold: one fold of all ratings is test; users: half the ratings of a tenth of the clients is validation, of another tenth test."""
+    checksum = data.checksum()
+    user, item, rating, _ = _filtered(data, protocol)
+    user_codes, user = _without_gaps(user, data.users)
+    item_codes, item = _without_gaps(item, data.items)
+    order = np.lexsort((item, user))
+    user, item, rating = user[order], item[order], rating[order].astype(np.float32)
+    clients = len(user_codes)
+    role = None
+    if protocol.split == "kfold":
+        if protocol.fold is None:
+            raise UsageError("--split kfold: name the fold to test with --fold")
+        fold = _pair_hash(purpose_base(protocol.split_seed, 0, "fold"), user_codes[user], item_codes[item]) % np.uint64(protocol.folds)
+        out = {"test": fold == protocol.fold}
+        if not out["test"].any() or out["test"].all():
+            raise DataError(f"{data.name}: {len(user)} ratings are too few for {protocol.folds} folds; lower --folds or use more data")
+    else:
+        role = _roles(data.name, protocol.split_seed, user_codes)
+        query = in_query_half(protocol.split_seed, 0, user_codes[user], item_codes[item])
+        out = {"val": query & (role[user] == VAL), "test": query & (role[user] == TEST)}
+
+    def csr(rows: np.ndarray) -> Held:
+        return Held(_from_counts(np.bincount(user[rows], minlength=clients)), item[rows], rating[rows])
+
+    train = csr(~np.any(list(out.values()), axis=0))
+    return Split(
+        protocol=protocol,
+        fingerprint=protocol.fingerprint(checksum),
+        checksum=checksum,
+        items=len(item_codes),
+        train_ptr=train.ptr,
+        train_item=train.item,
+        train_rating=train.rating,
+        seen_ptr=_from_counts(np.bincount(user, minlength=clients)),
+        seen_item=item,
+        **NO_ITEMS,
+        user_ids=data.user_ids[user_codes],
+        item_ids=data.item_ids[item_codes],
+        held={name: csr(rows) for name, rows in out.items()},
+        role=role,
+        rating_min=data.rating_min,
+        rating_max=data.rating_max,
+    )
+
+
+def _roles(name: str, split_seed: int, user_codes: np.ndarray) -> np.ndarray:
+    """[U] a tenth of the clients, in the order of a seeded hash, for validation, a tenth for test, the others for training."""
+    tenth = max(1, round(HELD_SHARE * len(user_codes)))
+    if len(user_codes) <= 2 * tenth:
+        raise DataError(f"{name}: {len(user_codes)} users are too few to train, to validate and to test; use more data or --split kfold")
+    order = np.argsort(keys(split_seed, 0, "role", user_codes), kind="stable")
+    role = np.full(len(user_codes), TRAIN, np.int8)
+    role[order[:tenth]], role[order[tenth : 2 * tenth]] = VAL, TEST
+    return role
+
+
+def in_query_half(seed: int, when: int, user: np.ndarray, item: np.ndarray) -> np.ndarray:
+    """[N] whether a rating is in its user's query half (the smaller one of an odd number), by a hash of seed, round, user and item."""
+    order = np.lexsort((_pair_hash(purpose_base(seed, when, "query"), user, item), user))
+    _, first, counts = np.unique(user[order], return_index=True, return_counts=True)
+    query = np.empty(len(user), bool)
+    query[order] = np.arange(len(user)) - np.repeat(first, counts) < np.repeat(counts // 2, counts)
+    return query
+
+
+def _last_is_test(data: Interactions, protocol: Protocol, user: np.ndarray, item: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Sort keys (least significant first) that put a user's test interaction last and its validation interaction before it."""
+    random = _pair_hash(purpose_base(protocol.split_seed, 0, "split"), user, item)
+    if protocol.split == "random":
+        return (random,)
+    if protocol.split == "item-order":
+        return (item,)
+    if protocol.split == "time":
+        return (-item if protocol.ties == "first" else random, time)
+    assert data.held_out is not None
+    return (random, time, data.held_out[user] == item)
+
+
+def _ranked_beside(
+    data: Interactions,
+    protocol: Protocol,
+    ptr: np.ndarray,
+    seen: np.ndarray,
+    items: int,
+    user_codes: np.ndarray,
+    item_codes: np.ndarray,
+) -> tuple[Protocol, np.ndarray, np.ndarray]:
+    """Candidates for validation and test; the protocol comes back with the number that could really be drawn."""
+    width = min(protocol.eval_negatives, items - int(np.diff(ptr).max()))
+    if width < 1:
+        raise DataError(f"{data.name}: a user has met all {items} items, so nothing is left to rank beside the held-out one")
+    if width < protocol.eval_negatives:
+        log.warning("%d items are ranked beside the held-out one, not %d: some user has met all but %d of the %d items; chance is higher",
+                    width, protocol.eval_negatives, width, items)  # fmt: skip
+        protocol = replace(protocol, eval_negatives=width)
+    clients = np.arange(len(user_codes))
+    drawn = {}
+    for purpose in ("val", "test"):
+        drawn[purpose] = np.empty((len(clients), width), np.int32)
+        _candidates(keys(protocol.split_seed, 0, f"candidates/{purpose}", clients), ptr, seen, items, drawn[purpose])
+    val, test = drawn["val"], drawn["test"]
+    if protocol.candidates == "same":
+        val = test
+    elif protocol.candidates == "ncf":
+        assert data.candidates is not None
+        number = np.full(data.items, -1, np.int32)
+        number[item_codes] = np.arange(items, dtype=np.int32)
+        test = number[data.candidates[user_codes]]
+        if (test < 0).any():
+            raise DataError(f"{data.name}: --min-interactions removed items that the NCF candidates name; use --min-interactions 0")
+        protocol = replace(protocol, eval_negatives=test.shape[1])
+    return protocol, val, test
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A cohort's training samples of one round, CSR by position in the cohort: samples by `ptr`, touched rows by `row_ptr`."""
+
+    clients: np.ndarray
+    """[n] client numbers"""
+    ptr: np.ndarray
+    """[n+1]"""
+    local: np.ndarray
+    """[S] int32: which of the client's touched rows a sample uses"""
+    label: np.ndarray
+    """[S] float32"""
+    row_ptr: np.ndarray
+    """[n+1]"""
+    row: np.ndarray
+    """[R] int32: item numbers of the touched rows, in order of first use"""
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        return self.ptr[1:] - self.ptr[:-1]
+
+    @cached_property
+    def touched(self) -> np.ndarray:
+        return self.row_ptr[1:] - self.row_ptr[:-1]
+
+
+@njit(cache=True)
+def _outside(avoid: np.ndarray, items: int) -> np.ndarray:
+    """[items - len(avoid)] the items that are not in the sorted list `avoid`, ascending."""
+    out = np.empty(items - avoid.size, np.int32)
+    item = 0
+    for k in range(avoid.size + 1):
+        stop = avoid[k] if k < avoid.size else items
+        for i in range(item, stop):
+            out[i - k] = i
+        item = stop + 1
+    return out
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def _sample(
+    stream: np.ndarray,
+    clients: np.ndarray,
+    train_ptr: np.ndarray,
+    train_item: np.ndarray,
+    avoid_ptr: np.ndarray,
+    avoid_item: np.ndarray,
+    items: int,
+    k: int,
+    ptr: np.ndarray,
+    local: np.ndarray,
+    label: np.ndarray,
+    row: np.ndarray,
+    touched: np.ndarray,
+) -> None:
+    """For each client: every training item, each followed by k negatives outside its `avoid` list, different ones if there are k."""
+    for c in prange(clients.size):
+        u = clients[c]
+        if c + 2 < clients.size:  # lists of other clients lie far away
+            prefetch(train_item, train_ptr[clients[c + 2]])
+            prefetch(avoid_item, avoid_ptr[clients[c + 2]])
+        avoid = avoid_item[avoid_ptr[u] : avoid_ptr[u + 1]]
+        free = items - avoid.size
+        start, total = ptr[c], ptr[c + 1] - ptr[c]
+        # many draws: the list of items to draw from; few among many items: a search a draw
+        listed = _outside(avoid, items) if items <= 16 * total else avoid[:0]
+        size = 1
+        while size < min(items, 2 * total):
+            size *= 2
+        known, place = np.full(size, -1, np.int32), np.empty(size, np.int32)
+        at, rows, counter = start, 0, 0
+        for p in range(train_ptr[u], train_ptr[u + 1]):
+            first = at
+            for j in range(k + 1 if free > 0 else 1):
+                pick = np.int64(train_item[p])
+                repeated = j > 0
+                while repeated:
+                    rank = below(stream[c], counter, free)
+                    pick = np.int64(listed[rank]) if listed.size else unseen(avoid, rank)
+                    counter += 1
+                    repeated = False
+                    if free >= k:
+                        for s in range(first + 1, at):
+                            if row[start + local[s]] == pick:
+                                repeated = True
+                                break
+                slot = pick & (size - 1)
+                while known[slot] >= 0 and known[slot] != pick:
+                    slot = (slot + 1) & (size - 1)
+                if known[slot] < 0:
+                    known[slot] = pick
+                    place[slot] = rows
+                    row[start + rows] = pick
+                    rows += 1
+                local[at] = place[slot]
+                label[at] = 1.0 if j == 0 else 0.0
+                at += 1
+        touched[c] = rows
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def _close_gaps(values: np.ndarray, ptr: np.ndarray, out_ptr: np.ndarray, out: np.ndarray) -> None:
+    """out: the first values of each list of `values`, as many as its list in `out` is long."""
+    for c in prange(out_ptr.size - 1):
+        for i in range(out_ptr[c + 1] - out_ptr[c]):
+            out[out_ptr[c] + i] = values[ptr[c] + i]
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def _sample_ratings(
+    stream: np.ndarray,
+    clients: np.ndarray,
+    train_ptr: np.ndarray,
+    train_item: np.ndarray,
+    train_rating: np.ndarray,
+    avoid_ptr: np.ndarray,
+    avoid_item: np.ndarray,
+    items: int,
+    known: bool,
+    ptr: np.ndarray,
+    label: np.ndarray,
+    row: np.ndarray,
+) -> None:
+    """For each client: its rated items, then different ones outside its `avoid` list, as many as there is room for."""
+    for c in prange(clients.size):
+        u = clients[c]
+        rated = train_ptr[u + 1] - train_ptr[u]
+        start = ptr[c]
+        row[start : start + rated] = train_item[train_ptr[u] : train_ptr[u + 1]]
+        label[start : start + rated] = train_rating[train_ptr[u] : train_ptr[u + 1]]
+        extra = ptr[c + 1] - start - rated
+        if extra == 0:
+            continue
+        avoid = avoid_item[avoid_ptr[u] : avoid_ptr[u + 1]]
+        order = np.arange(items - avoid.size)
+        for i in range(extra):
+            j = i + below(stream[c], i, order.size - i)
+            order[i], order[j] = order[j], order[i]
+            row[start + rated + i] = unseen(avoid, order[i])
+        label[start + rated : ptr[c + 1]] = label[start : start + rated].mean() if known else np.nan
+
+
+def _rating_samples(split: Split, cohort: np.ndarray, extra: int, seed: int, when: int, rating: str) -> Samples:
+    avoid_ptr, avoid_item = _avoided(split)
+    rated, avoided = (ptr[cohort + 1] - ptr[cohort] for ptr in (split.train_ptr, avoid_ptr))
+    ptr = _from_counts(rated + np.minimum(extra * rated, split.items - avoided))
+    row, label = np.empty(ptr[-1], np.int32), np.empty(ptr[-1], np.float32)
+    _sample_ratings(keys(seed, when, "extra", cohort), cohort, split.train_ptr, split.train_item, split.train_rating, avoid_ptr, avoid_item,
+                    split.items, rating == "mean", ptr, label, row)  # fmt: skip
+    local = (np.arange(ptr[-1]) - np.repeat(ptr[:-1], np.diff(ptr))).astype(np.int32)
+    return Samples(cohort, ptr, local, label, ptr, row)
+
+
+def _avoided(split: Split) -> tuple[np.ndarray, np.ndarray]:
+    """The items, CSR, that a client never draws."""
+    leaky = split.protocol.train_negatives == "leaky"
+    return (split.seen_ptr, split.seen_item) if leaky else (split.train_ptr, split.train_item)
+
+
+def fresh(name: str, size: int, kind: type) -> np.ndarray:
+    """An array of any content for a purpose."""
+    return np.empty(size, kind)
+
+
+def sample_round(
+    split: Split,
+    cohort: np.ndarray,
+    negatives: int,
+    seed: int,
+    when: int,
+    rating: str = "mean",
+    purpose: str = "negatives",
+    empty: Callable[[str, int, type], np.ndarray] = fresh,
+) -> Samples:
+    """Positives and freshly drawn negatives of every client in the cohort; `purpose` names the stream of the draws, `empty` makes arrays.
+
+    On a rating split: its ratings, and different items without one, `negatives` for each rating or all there are, whose label is the
+    client's mean rating, or not a number if `rating` is "unknown".
+    """
+    if split.protocol.ratings:
+        return _rating_samples(split, cohort, negatives, seed, when, rating)
+    avoid_ptr, avoid_item = _avoided(split)
+    has_unseen = split.items > avoid_ptr[cohort + 1] - avoid_ptr[cohort]
+    counts = (split.train_ptr[cohort + 1] - split.train_ptr[cohort]) * np.where(has_unseen, negatives + 1, 1)
+    ptr = _from_counts(counts)
+    total = int(ptr[-1])
+    local, row, label = empty("local", total, np.int32), empty("drawn", total, np.int32), empty("label", total, np.float32)
+    touched = np.zeros(len(cohort), np.int64)
+    _sample(keys(seed, when, purpose, cohort), cohort, split.train_ptr, split.train_item, avoid_ptr, avoid_item, split.items,
+            negatives, ptr, local, label, row, touched)  # fmt: skip
+    row_ptr = _from_counts(touched)
+    used = empty("row", int(row_ptr[-1]), np.int32)
+    _close_gaps(row, ptr, row_ptr, used)
+    return Samples(cohort, ptr, local, label, row_ptr, used)
+
+
+@njit(nogil=True, cache=True)
+def shuffle(order: np.ndarray, key: np.uint64, epoch: int, batch: int) -> None:
+    """Fill `order` with a permutation of its positions for this epoch; a client with one batch needs none."""
+    for i in range(order.size):
+        order[i] = i
+    permute(order, key, epoch, batch)
+
+
+@njit(nogil=True, cache=True)
+def permute(values: np.ndarray, key: np.uint64, epoch: int, batch: int) -> None:
+    """The same permutation of any values, in place."""
+    n = values.size
+    if n > batch:
+        swap, first = np.empty(n, np.int32), np.uint64(epoch * n)
+        for i in range(
+            n
+        ):  # a loop of its own, which vectorises: by 32-bit numbers, others have no vector instructions for it before AVX-512
+            swap[i] = np.int32(unit(key, first + np.uint64(i)) * np.float64(np.int32(i + 1)))
+        for i in range(n - 1, 0, -1):
+            j = swap[i]
+            values[i], values[j] = values[j], values[i]
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def orders(stream: np.ndarray, ptr: np.ndarray, epoch: int, batch: int, out: np.ndarray) -> None:
+    """out [S]: every client's order of samples in an epoch, positions within the client."""
+    for c in prange(stream.size):
+        shuffle(out[ptr[c] : ptr[c + 1]], stream[c], epoch, batch)
+
+
+def cohort_of(round_: int, clients: int, n: int, sampling: str, seed: int) -> np.ndarray:
+    """[n] client numbers of a round (from 1), ascending: drawn anew, or the next n of a shuffled queue that goes round."""
+    if n >= clients:
+        return np.arange(clients)
+    if sampling == "queue":
+        return np.sort(_queue(clients, seed)[((round_ - 1) * n + np.arange(n)) % clients])
+    most = n + 6 * math.sqrt(n) + 6  # hashes are spread evenly, so only those below a bound that surely leaves n are sorted
+    if most < clients / 2:
+        some, key = _below_bound(purpose_base(seed, round_, "cohort"), clients, np.uint64(most / clients * 2.0**64), int(2 * most))
+        if n <= len(some) < int(2 * most):
+            return np.sort(some[np.argsort(key, kind="stable")[:n]])
+    return np.sort(_smallest(keys(seed, round_, "cohort", np.arange(clients)), n))
+
+
+@njit(cache=True)
+def _below_bound(base: np.uint64, clients: int, bound: np.uint64, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """The clients, and at most so many, whose key (see draw.keys) is below a bound, and their keys."""
+    who, key, found = np.empty(most, np.int64), np.empty(most, np.uint64), 0
+    x = base + GOLDEN
+    for u in range(clients):
+        x += GOLDEN
+        nearly = almost_mixed(x)
+        if nearly <= bound | LOW_BITS:  # the last step of a hash leaves its upper bits as they are
+            mine = nearly ^ (nearly >> S31)
+            if mine < bound and found < most:
+                who[found], key[found] = u, mine
+                found += 1
+    return who[:found], key[:found]
+
+
+@lru_cache(maxsize=4)
+def _queue(clients: int, seed: int) -> np.ndarray:
+    return np.argsort(keys(seed, 0, "cohort", np.arange(clients)), kind="stable")
+
+
+def _smallest(key: np.ndarray, n: int) -> np.ndarray:
+    """[n] where the smallest keys are."""
+    return np.argsort(key, kind="stable")[:n]

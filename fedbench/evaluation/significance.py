@@ -1,0 +1,111 @@
+"""How sure a difference is: intervals over seeds and clients, paired tests over clients, ranks over datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fedbench.contract.randomness import Draw
+
+RESAMPLES = 10_000
+LEVEL = 0.95
+CHUNK = 4_000_000
+"""numbers drawn at once"""
+
+
+def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """95 % percentile bootstrap interval of the mean of [seeds, U]; see `bootstrap`."""
+    return bounds(bootstrap([values], seed=seed)[0])
+
+
+def bounds(means: np.ndarray) -> tuple[float, float]:
+    """The middle 95 % of resampled means."""
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def bootstrap(methods: Sequence[np.ndarray], weights: np.ndarray | None = None, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+    """[methods, resamples] means: a method is [seeds, U], with the same clients in the same order for all.
+
+    Each resample draws U clients with replacement, the same ones for every method, and apart from that as many seeds as the method has,
+    with replacement; its value is the mean over all pairs of a drawn seed and a drawn client. With one seed only clients vary.
+    With `weights` [U], how many values a client has, means are over those values.
+    """
+    stacked = np.concatenate(methods)  # [runs, U]
+    clients = stacked.shape[1]
+    weights = np.ones(clients) if weights is None else weights
+    by_run = np.empty((resamples, len(stacked)))
+    for rows, count in _drawn(seed, "report clients", clients, resamples):
+        by_run[rows] = (count @ (stacked * weights).T) / (count @ weights)[:, None]
+    out = np.empty((len(methods), resamples))
+    first = 0
+    for number, values in enumerate(methods):
+        runs = by_run[:, first : first + len(values)]
+        first += len(values)
+        for rows, count in _drawn(seed, f"report seeds {number}", len(values), resamples):
+            out[number, rows] = (count * runs[rows]).sum(axis=1) / len(values)
+    return out
+
+
+def _drawn(seed: int, purpose: str, n: int, resamples: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Chunks of resamples: their numbers [b], and how often each of n things was drawn in n draws with replacement, [b, n]."""
+    for rows in np.array_split(np.arange(resamples), max(1, -(-resamples * n // CHUNK))):
+        if n == 1:
+            yield rows, np.ones((len(rows), 1))
+            continue
+        unit = Draw(seed, clients=rows).uniform(purpose, n).numpy()
+        # float32 has a last step below 1 that times n can round up to n
+        chosen = np.minimum((unit * n).astype(np.int64), n - 1) + np.arange(len(rows))[:, None] * n
+        yield rows, np.bincount(chosen.ravel(), minlength=len(rows) * n).reshape(len(rows), n).astype(np.float64)
+
+
+def wilcoxon(a: np.ndarray, b: np.ndarray) -> float:
+    """Two-sided p of the signed-rank test on paired values [U]; clients without a difference do not count. 1 if there are none with one."""
+    # means over seeds that are equal on paper differ in the last bit, and would be ranked
+    difference = np.round(np.asarray(a, np.float64) - np.asarray(b, np.float64), 12)
+    from scipy import stats
+
+    return float(stats.wilcoxon(difference).pvalue) if difference.any() else 1.0
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """p-values corrected for being several (Holm's step-down method)."""
+    order = np.argsort(p, kind="stable")
+    raised = np.maximum.accumulate(np.asarray(p, np.float64)[order] * np.arange(len(p), 0, -1))
+    out = np.empty(len(p))
+    out[order] = np.minimum(raised, 1)
+    return out.tolist()
+
+
+class CriticalDifference(NamedTuple):
+    """Friedman's test and Nemenyi's critical difference of mean ranks over datasets."""
+
+    ranks: np.ndarray
+    """[methods] mean over datasets; 1 is best"""
+    p: float
+    """of Friedman's test: that all methods are alike"""
+    difference: float
+    """two methods whose mean ranks differ by less are not told apart at the 5 % level"""
+
+
+def critical_difference(scores: np.ndarray) -> CriticalDifference:
+    """[datasets, methods] with higher better; at least 2 × 3. Equal scores share their ranks."""
+    datasets, methods = scores.shape
+    from scipy import stats
+
+    ranks = stats.rankdata(-scores, axis=1).mean(axis=0)
+    alike = np.ptp(scores, axis=1).max() == 0
+    p = 1.0 if alike else float(stats.friedmanchisquare(*scores.T).pvalue)
+    q = stats.studentized_range.ppf(LEVEL, methods, np.inf) / np.sqrt(2)
+    return CriticalDifference(ranks, p, float(q * np.sqrt(methods * (methods + 1) / (6 * datasets))))
+
+
+def pareto(cost: Sequence[float], quality: Sequence[float]) -> list[int]:
+    """The points that no other beats in both, by rising cost: none is as cheap and as good, and better in one of them."""
+    front: list[int] = []
+    for point in sorted(range(len(cost)), key=lambda i: (cost[i], -quality[i])):
+        if not front or quality[point] > quality[front[-1]]:
+            front.append(point)
+    return front

@@ -1,0 +1,263 @@
+"""A run's state on disk: safetensors and JSON, nothing that is unpickled.
+
+`checkpoint/round-12.safetensors` holds the tensors after round 12, `checkpoint/round-12.json` the facts and the checksum of both.
+The tensors come first and the JSON last, each written aside, synced and renamed: a state without its JSON is none, and a reader
+finds a state whole or not at all. The last two are kept, so that a damaged one can be done without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from fedbench import files
+from fedbench.errors import FedbenchError, UsageError
+from fedbench.simulation.client_store import Picked
+
+FOLDER = "checkpoint"
+MODEL = "model"
+"""the state that a finished run keeps"""
+BEST = "best"
+"""the state of the best round so far, where it is not kept in memory"""
+KEPT = 2
+AUTO_SECONDS, AUTO_SHARE = 60.0, 0.02
+"""--checkpoint-every auto: this often, or less often where saving would take more than this share of the run"""
+
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+          torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
+"""what safetensors calls them"""
+
+log = logging.getLogger("fedbench")
+
+
+@dataclass(frozen=True)
+class State:
+    """A state found on disk whose checksums are right."""
+
+    path: Path
+    """of the tensors"""
+    facts: dict[str, Any]
+
+    def tensors(self, device: str) -> Saved:
+        return Saved(self.path, device)
+
+
+class Saved(Mapping[str, Tensor]):
+    """The tensors of a safetensors file. Each is mapped anew when it is asked for, so none needs to fit in memory."""
+
+    def __init__(self, path: Path, device: str) -> None:
+        self.path, self.device = path, device
+        with safe_open(path, "pt", device=device) as file:
+            self.names = tuple(file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.names:
+            raise KeyError(name)
+        with safe_open(self.path, "pt", device=self.device) as file:
+            found: Tensor = file.get_tensor(name)
+            return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+@dataclass
+class Cadence:
+    """When the next checkpoint is due: after so many rounds or seconds."""
+
+    rounds: int | None = None
+    seconds: float | None = None
+    share: float = 1.0
+    """saving may take this share of the time"""
+
+    def __post_init__(self) -> None:
+        self._next = time.monotonic() + (self.seconds or 0)
+
+    @staticmethod
+    def of(text: str) -> Cadence:
+        """`10` (rounds), `60s` (also m and h), `never` or `auto`."""
+        if text == "auto":
+            return Cadence(seconds=AUTO_SECONDS, share=AUTO_SHARE)
+        if text == "never":
+            return Cadence()
+        match = re.fullmatch(r"(\d{1,9})([smh]?)", text, re.ASCII)
+        if match is None or int(match[1]) == 0:
+            raise UsageError(f"--checkpoint-every must be a number of rounds such as 10, a time such as 60s, auto or never, not {text!r}")
+        number = int(match[1])
+        return Cadence(seconds=number * {"s": 1, "m": 60, "h": 3600}[match[2]]) if match[2] else Cadence(rounds=number)
+
+    def due(self, round_: int) -> bool:
+        if self.rounds is not None:
+            return round_ % self.rounds == 0
+        return self.seconds is not None and time.monotonic() >= self._next
+
+    def saved(self, took: float) -> None:
+        """A checkpoint that took so many seconds is done."""
+        self._next = time.monotonic() + max(self.seconds or 0, took / self.share)
+
+
+def save(out: Path, name: str, facts: dict[str, Any], tensors: Mapping[str, Tensor | Picked]) -> int:
+    """Write the state `name` of the run in `out`; returns its size in bytes. The states before stay as they are."""
+    folder = out / FOLDER
+    try:
+        files.make_folder(folder)
+        part, place = folder / f"{name}.safetensors.part", folder / f"{name}.safetensors"
+        digest = save_file(tensors, part)
+        _sync(part)
+        (folder / f"{name}.json").unlink(missing_ok=True)  # it vouches for the tensors that are replaced now
+        part.replace(place)
+        vouched = {"facts": facts, "tensors": digest}
+        files.write_text(folder / f"{name}.json", json.dumps({**vouched, "sha256": _digest(vouched)}))
+        _sync(folder)
+        return place.stat().st_size
+    except OSError as error:
+        for leftover in [] if folder.is_symlink() else folder.glob("*.part"):
+            leftover.unlink()
+        before = rounds(out)
+        intact = f"the checkpoint of round {before[0]} is intact" if before else "there is none before it"
+        raise FedbenchError(
+            f"the checkpoint {folder / name} cannot be written ({_why(error)}); {intact}: make room and go on with --resume {out}"
+        ) from error
+
+
+def save_round(out: Path, round_: int, facts: dict[str, Any], tensors: Mapping[str, Tensor | Picked]) -> None:
+    """Write the state after a round, with the metrics up to it on disk before, and keep the last two."""
+    if (out / "metrics.jsonl").exists():
+        _sync(out / "metrics.jsonl")
+    save(out, f"round-{round_}", facts, tensors)
+    prune(out, KEPT)
+
+
+def rename(out: Path, name: str, to: str) -> int:
+    """Make the state `name` known as `to` without copying it; returns its size. Until `prune` removes it, it is there under both names."""
+    tensors, place = out / FOLDER / f"{name}.safetensors", out / FOLDER / f"{to}.safetensors"
+    try:
+        for old in (place.with_suffix(".json"), place):
+            old.unlink(missing_ok=True)
+        try:
+            os.link(tensors, place)
+        except OSError:  # a file system without links
+            shutil.copyfile(tensors, place)
+        files.write_text(place.with_suffix(".json"), files.read_text(tensors.with_suffix(".json")))
+        _sync(out / FOLDER)
+        return place.stat().st_size
+    except OSError as error:
+        raise FedbenchError(f"{place} cannot be written ({_why(error)}); make room and go on with --resume {out}") from error
+
+
+def prune(out: Path, keep: int) -> None:
+    """Remove all rounds' states but the newest `keep`, and what writes that were cut short left behind; with none, the best one's too."""
+    stays = {f"round-{round_}" for round_ in rounds(out)[:keep]} | ({MODEL, BEST} if keep else {MODEL})
+    there = [] if (out / FOLDER).is_symlink() else [file for file in (out / FOLDER).glob("*") if not file.is_dir()]
+    gone = [file for file in there if file.suffix == ".part" or file.stem not in stays]
+    for file in gone:
+        file.unlink()
+    if len(gone) == len(there) and (out / FOLDER).is_dir() and not (out / FOLDER).is_symlink():
+        with suppress(OSError):  # somebody else's folder is in it
+            (out / FOLDER).rmdir()
+
+
+def rounds(out: Path) -> list[int]:
+    """Rounds whose state is there, whole or not, newest first."""
+    found = [re.fullmatch(r"round-(\d{1,18})\.json", path.name, re.ASCII) for path in (out / FOLDER).glob("round-*.json")]
+    return sorted((int(match[1]) for match in found if match), reverse=True)
+
+
+def newest(out: Path) -> State | None:
+    """The newest state that is whole; those before it that are not are named in the log."""
+    for round_ in rounds(out):
+        try:
+            return read(out, f"round-{round_}")
+        except FedbenchError as error:
+            log.warning("%s; the checkpoint before it is used", error)
+    return None
+
+
+def read(out: Path, name: str) -> State:
+    """The state `name`, its checksums verified."""
+    path = out / FOLDER / f"{name}.json"
+    try:
+        said = json.loads(files.read_text(path))
+        vouched = {"facts": dict(said["facts"]), "tensors": said["tensors"]}
+        if said["sha256"] != _digest(vouched):
+            raise ValueError("its checksum is wrong")
+        tensors = path.with_suffix(".safetensors")
+        if _file_digest(tensors) != vouched["tensors"]:
+            raise ValueError(f"the checksum of {tensors.name} is wrong")
+        return State(tensors, vouched["facts"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise FedbenchError(f"{path} cannot be read ({_why(error)})") from None
+
+
+def save_file(tensors: Mapping[str, Tensor | Picked], path: Path) -> str:
+    """Write a safetensors file, what is picked chunk by chunk; returns its SHA-256.
+
+    The file: the length of the header, the header in JSON with every tensor's place, then the numbers.
+    """
+    order = sorted(tensors, key=lambda name: (-_dtype(tensors[name]).itemsize, name))  # each at a multiple of its numbers' size
+    header: dict[str, Any] = {}
+    end = 0
+    for name in order:
+        start, kind = end, _dtype(tensors[name])
+        end += math.prod(tensors[name].shape) * kind.itemsize
+        header[name] = {"dtype": DTYPES[kind], "shape": list(tensors[name].shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with files.created(path) as file:
+        for part in (len(text).to_bytes(8, "little"), text):
+            file.write(part)
+            digest.update(part)
+        for name in order:
+            value = tensors[name]
+            for chunk in [value] if isinstance(value, Tensor) else value.chunks():
+                numbers = memoryview(chunk.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+                file.write(numbers)
+                digest.update(numbers)
+    return digest.hexdigest()
+
+
+def _dtype(value: Tensor | Picked) -> torch.dtype:
+    return value.dtype if isinstance(value, Tensor) else value.tensor.dtype
+
+
+def _why(error: Exception) -> str:
+    """An error's reason in one line."""
+    return getattr(error, "strerror", None) or (f"no {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0])
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    files.refuse_special(path)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of files, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

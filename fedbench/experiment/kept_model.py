@@ -1,0 +1,170 @@
+"""The model that a run keeps: the state of the reported round, set aside whenever a round becomes the best.
+
+It is copied in memory where that fits beside the run, else written to `checkpoint/best.safetensors`. A run that is killed replays the
+rounds after its last checkpoint, and with them those that became the best: at the end it keeps what an undisturbed run keeps.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedbench.contract.algorithm import Tensors
+from fedbench.experiment import checkpoint
+from fedbench.experiment.summary import Best, human
+from fedbench.settings.config import RunConfig
+from fedbench.simulation import workers
+from fedbench.simulation.client_store import Disk, Picked, free_memory
+from fedbench.simulation.federation import Federation
+
+log = logging.getLogger("fedbench")
+
+SMALL_BYTES = 64 * 2**20
+"""a state of this size or less is copied in memory without asking how much is free"""
+FREE_SHARE = 0.25
+"""a larger one may take this share of the memory that is free when training begins"""
+
+
+class Aside:
+    """Where the state of the best round so far is kept while the run goes on."""
+
+    def __init__(self, federation: Federation, config: RunConfig, out: Path) -> None:
+        self.config, self.out = config, out
+        self.place = self.chosen(federation)
+        self.copies: Tensors = {}
+        """used again whenever a round becomes the best: fresh memory costs a fault for every page"""
+
+    def chosen(self, federation: Federation) -> str:
+        """`memory`, `file` or, if nothing is asked for or has room, `nowhere`; all ranks find the same."""
+        if self.config.refit or self.config.keep_state in ("last", "none"):
+            return "nowhere"
+        size = state_bytes(federation)
+        mine = size * workers.on_this_machine() / workers.count()
+        fits = size <= SMALL_BYTES or (federation.engine.device == "cpu" and mine <= FREE_SHARE * free_memory())
+        if not workers.anywhere(isinstance(federation.store.room, Disk) or not fits)[0]:
+            return "memory"
+        what = f"the reported round's state (up to {human(size)})"
+        if self.config.keep_state == "best" or workers.told(lambda: 2 * size <= shutil.disk_usage(self.out).free):
+            log.info("%s is written aside whenever a round becomes the best; --keep-state last saves that", what)
+            return "file"
+        log.warning("there is no room to set aside %s: the last round's is kept", what)
+        return "nowhere"
+
+    def put(self, federation: Federation, best: Best) -> None:
+        """The round that has just ended is the best."""
+        best.state = {}
+        if self.place == "memory":
+            best.state = self.copies = copied(federation.state(), self.copies)
+        elif self.place == "file":
+            write(self.out, checkpoint.BEST, federation.state(), federation, federation.round, best, self.config)
+
+
+def state_bytes(federation: Federation) -> int:
+    """The size of a state of all ranks once every client has taken part and been answered."""
+    tensors = {name: value for name, value in federation.state().items() if isinstance(value, Tensor)}
+    shared = sum(value.numel() * value.element_size() for name, value in tensors.items() if not federation.is_own(name))
+    return shared + federation.split.clients * federation.store.client_bytes * (2 if federation.algorithm.mailed else 1)
+
+
+def copied(tensors: Mapping[str, Tensor | Picked], onto: Mapping[str, Tensor] | None = None) -> Tensors:
+    """A copy, in the memory of `onto` where shapes are alike."""
+    copies = {}
+    for name, value in tensors.items():
+        if isinstance(value, Tensor):
+            there = (onto or {}).get(name)
+            fits = there is not None and there.shape == value.shape and there.dtype == value.dtype
+            copies[name] = there.copy_(value) if there is not None and fits else value.clone()
+    return copies
+
+
+def beginning(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
+    """The tensors whose names begin so, without that beginning."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def reported_server(out: Path, federation: Federation, best: Best) -> tuple[int, Tensors]:
+    """The server's state of the reported round, or of the last one if only that is left; and which it is."""
+    if best.round == federation.round:
+        return federation.round, federation.server
+    if best.state:
+        return best.round, beginning(best.state, "server/")
+    saved = written(out, best)
+    if saved:
+        return best.round, beginning(saved.tensors(federation.engine.device), "server/")
+    return federation.round, federation.server
+
+
+def written(out: Path, best: Best) -> checkpoint.State | None:
+    """The reported round's state on disk."""
+    if not (out / checkpoint.FOLDER / f"{checkpoint.BEST}.json").exists():
+        return None
+    saved = checkpoint.read(out, checkpoint.BEST)
+    return saved if saved.facts["round"] == best.round else None
+
+
+def keep_model(out: Path, federation: Federation, best: Best, config: RunConfig) -> None:
+    """Write the state that the finished run keeps, and say which it is; after a refit, the refitted one."""
+    if config.keep_state == "none":
+        return
+    wants_last = config.keep_state == "last" or best.round == federation.round
+    if not wants_last and best.state:
+        size, round_ = write(out, checkpoint.MODEL, best.state, federation, best.round, best, config), best.round
+    elif not wants_last and workers.told(lambda: written(out, best) is not None):
+        size, round_ = workers.told(lambda: checkpoint.rename(out, checkpoint.BEST, checkpoint.MODEL)), best.round
+    else:
+        size, round_ = write(out, checkpoint.MODEL, federation.state(), federation, federation.round, best, config), federation.round
+    hint = "" if round_ == best.round else f", not of the reported round {best.round}: --keep-state best keeps that"
+    log.info("kept: the state of round %d (%s)%s", round_, human(size), hint)
+
+
+def write(
+    out: Path, name: str, state: Mapping[str, Tensor | Picked], federation: Federation, round_: int, best: Best, config: RunConfig
+) -> int:
+    """Write a state of all ranks under `name`, on the first; returns its size in bytes."""
+    tensors, facts = whole(state, federation), state_facts(federation, config) | {"round": round_, "best_round": best.round}
+
+    def save() -> int:
+        if name == checkpoint.MODEL:
+            checkpoint.prune(out, keep=1)
+        return checkpoint.save(out, name, facts, tensors)
+
+    size: int = workers.told(save, [*lent(state).values()])
+    return size
+
+
+def state_facts(federation: Federation, config: RunConfig) -> dict[str, Any]:
+    """What a state belongs to."""
+    identity, split = config.identity(), federation.split
+    return {
+        "algo": identity["algo"],
+        "dataset": identity["dataset"],
+        "data_checksum": split.checksum,
+        "protocol_fingerprint": split.fingerprint,
+        "round": federation.round,
+        "kernel": config.kernel,
+    }
+
+
+def whole(state: Mapping[str, Tensor | Picked], federation: Federation) -> dict[str, Tensor | Picked]:
+    """The full state, gathered on the first rank. What is picked is streamed from the ranks that have it while it is written."""
+    if workers.count() == 1:
+        return dict(state)
+    mine = {name: value for name, value in state.items() if federation.is_own(name) and isinstance(value, Tensor)}
+    mail = [value for name, value in state.items() if federation.is_own(name) and name.startswith("server/")]
+    slot, own = state.get("server/slot"), federation.store.clients
+    if mail and isinstance(slot, Tensor):
+        before = sum(workers.exchanged(lambda: mail[0].shape[0])[: workers.number()])
+        mine["server/slot"] = torch.where(slot < 0, slot, slot + before)[own.start : own.stop]
+    gathered = workers.gathered(lambda: mine, federation.engine.device, first_only=True)
+    return {**state, **gathered, **workers.spread(lent(state))}
+
+
+def lent(state: Mapping[str, Tensor | Picked]) -> dict[str, Picked]:
+    """What the first rank reads piece by piece where other ranks have it."""
+    return {name: value for name, value in state.items() if isinstance(value, Picked)}

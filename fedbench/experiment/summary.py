@@ -1,0 +1,325 @@
+"""What is said of a run, or of several, when it is over: summary.json, the row a client, the final table and the words beside it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import resource
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fedbench.contract.algorithm import Tensors
+from fedbench.contract.dataset import Interactions
+from fedbench.data.protocol import Protocol
+from fedbench.data.split import Split
+from fedbench.evaluation.metrics import (
+    chance_metrics,
+    client_errors,
+    client_metrics,
+    mean_predictions,
+    metrics_of,
+    new_item_metrics,
+    popularity_ranks,
+    ranking_metrics,
+    rating_floors,
+    rating_spread,
+    spread,
+)
+from fedbench.evaluation.significance import bootstrap, bounds
+from fedbench.settings.config import RunConfig
+from fedbench.simulation.federation import COUNTED, Federation
+
+LONGEST_NAME = 28
+"""of a row in the final table, which must fit a terminal of 80 columns"""
+
+
+@dataclass
+class Best:
+    """The reported round so far: its score on the selection metric, higher being better, and what came of it."""
+
+    round: int = 0
+    score: float = float("-inf")
+    outcome: dict[str, np.ndarray] = field(default_factory=dict)
+    """every client's ranks (val, test, full_val, full_test: [U] each), or the predictions of the held-out ratings (test, val)"""
+    state: Tensors = field(default_factory=dict)
+    """what the server and the clients held in it, if that is kept"""
+    unranked: Federation | None = None
+    """what its full ranking is still to be made with"""
+
+    def rank_all(self) -> None:
+        """Make the full ranking, if that was put off."""
+        if self.unranked is not None:
+            self.outcome |= {f"full_{part}": ranks for part, ranks in self.unranked.full_ranks().items()}
+            self.unranked = None
+
+
+def summarise(
+    config: RunConfig, dataset: Interactions, federation: Federation, best: Best, lines: Sequence[dict[str, Any]], device: str
+) -> dict[str, Any]:
+    """summary.json; `lines` are those of metrics.jsonl."""
+    parts = federation.split
+    reported = next((line for line in lines if line["round"] == best.round), {})
+    exposure = {key.removeprefix("exposure/"): value for key, value in reported.items() if key.startswith("exposure/")}
+    summary = {
+        "algo": config.algo,
+        "dataset": dataset.name,
+        "protocol": parts.protocol.name,
+        "protocol_fields": protocol_fields(parts.protocol),
+        "protocol_fingerprint": parts.fingerprint,
+        "data_checksum": parts.checksum,
+        "leaky": parts.protocol.leaky,
+        "recipe": config.recipe,
+        "seed": config.seed,
+        "rounds": federation.round,
+        "best_round": best.round,
+        **(rating_results if parts.held else ranking_results)(parts, best.outcome),
+        "clients": parts.clients,
+        "items": parts.items,
+        **({"exposure": exposure} if exposure else {}),
+        "bytes_up": federation.bytes_up,
+        "bytes_down": federation.bytes_down,
+        "client_visits": int(federation.visits.sum()),
+        "clients_never_seen": int((federation.visits[parts.trainers] == 0).sum()),
+        **federation.counts,
+        "seconds_per_round": float(np.median([line["seconds"] for line in lines])) if lines else 0.0,
+        "peak_rss_mb": peak_rss_mb(),
+        "device": device,
+        "config_hash": config.digest(),
+    }
+    return summary | {"notes": notes(summary, parts)}
+
+
+def refit_summary(rounds: int, ranks: dict[str, np.ndarray]) -> dict[str, Any]:
+    """What summary.json says of the refit: test alone, for nothing was chosen there."""
+    return {
+        "rounds": rounds,
+        "test": {**ranking_metrics(ranks["test"]), **ranking_metrics(ranks["full_test"], "full_"), **spread(ranks["test"])},
+    }
+
+
+def ranking_results(parts: Split, ranks: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Metrics on validation and test, and what popularity and chance get."""
+    metrics = {
+        name: {**ranking_metrics(ranks[name]), **ranking_metrics(ranks[f"full_{name}"], "full_"), **spread(ranks[name])}
+        for name in ("val", "test")
+    }
+    floor = popularity_ranks(parts)
+    popularity = {**ranking_metrics(floor["test"]), **ranking_metrics(floor["full_test"], "full_")}
+    beats = metrics["test"]["ndcg_10"] > popularity["ndcg_10"]
+    found = {**metrics, "popularity": popularity, "chance": chance_metrics(parts), "beats_popularity": beats}
+    return found | {"new_item": new_item_metrics(parts, ranks)}
+
+
+def rating_results(parts: Split, predictions: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """The same for ratings (`val` is empty where there is no validation data), and what the two mean predictors get."""
+    metrics: dict[str, dict[str, float]] = {"val": {}, **metrics_of(parts, predictions)}
+    for name, errors in _errors(parts, predictions).items():
+        metrics[name] |= rating_spread(errors["mse"])
+    floors = rating_floors(parts)
+    return {**metrics, **floors, "beats_means": metrics["test"]["rmse"] < floors["user_item_mean"]["rmse"]}
+
+
+def _errors(parts: Split, predictions: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+    return {name: client_errors(predictions[name], held, parts.rating_min, parts.rating_max) for name, held in parts.held.items()}
+
+
+def notes(summary: dict[str, Any], parts: Split) -> list[str]:
+    """What must be said beside the numbers, in words."""
+    said = []
+    if parts.protocol.leaky:
+        why = []
+        if parts.protocol.train_negatives == "leaky":
+            why.append("held-out items are never drawn as training negatives")
+        if parts.protocol.select_on == "test":
+            why.append("the round is chosen on test")
+        said.append(f"LEAKY: {' and '.join(why)}; these numbers are inflated (see docs/protocol.md)")
+    if parts.held:
+        mine, floor = summary["test"]["rmse"], summary["user_item_mean"]["rmse"]
+        if not summary["beats_means"]:
+            said.append(f"{summary['algo']} does NOT beat the user and item means: RMSE {mine:.4f} against {floor:.4f}")
+        return said
+    mine, floor = summary["test"], summary["popularity"]
+    if all(mine[key] == value for key, value in floor.items()):
+        return said
+    figures = f"HR@10 {mine['hr_10']:.4f} against {floor['hr_10']:.4f}, NDCG@10 {mine['ndcg_10']:.4f} against {floor['ndcg_10']:.4f}"
+    if not summary["beats_popularity"]:
+        said.append(f"{summary['algo']} does NOT beat popularity: {figures}")
+    elif mine["hr_10"] <= floor["hr_10"]:
+        said.append(f"{summary['algo']} beats popularity on NDCG@10 but not on HR@10: {figures}")
+    return said
+
+
+def final_table(summary: dict[str, Any], parts: Split) -> str:
+    """The result beside popularity and chance, or the mean predictors, and what must be said about it."""
+    rows = [(summary["algo"], summary["test"])]
+    if "refit" in summary:
+        rows.append((f"{summary['algo']} refit", summary["refit"]["test"]))
+    if "new_user" in summary:
+        rows.append((f"{summary['algo']}, {summary['new_user']['clients']:,} new users", summary["new_user"]))
+    columns: tuple[str, ...]
+    if parts.held:
+        columns = ("rmse", "mae", "accuracy")
+        rows += [("user + item mean", summary["user_item_mean"]), ("global mean", summary["global_mean"])]
+    else:
+        columns = ("hr_10", "ndcg_10", "mrr", "full_hr_10", "full_ndcg_10")
+        rows += [("popularity", summary["popularity"]), ("random (exact)", summary["chance"])]
+    protocol = f"{summary['protocol']}{' LEAKY' if summary['leaky'] else ''}"
+    head = f"{summary['dataset']}, protocol {protocol} [{summary['protocol_fingerprint']}]"
+    if parts.protocol.fold is not None:
+        head += f", fold {parts.protocol.fold} of {parts.protocol.folds}"
+    chosen = "the last" if parts.protocol.select_on == "last" else f"chosen on {parts.protocol.select_on}"
+    sample = "" if parts.sample is None else f" ({len(parts.sample):,} of them ranked for)"
+    lines = ["", f"{head}: {parts.clients:,} clients{sample}, {parts.items:,} items"]
+    lines.append(f"test at round {summary['best_round']} of {summary['rounds']} ({chosen})")
+    lines += metric_rows(rows, columns)
+    lines.append(f"{summary['seconds_per_round']:.2f} s a round, {human(summary['bytes_up'])} up, {human(summary['bytes_down'])} down, "
+                 f"{summary['client_visits']:,} client visits")  # fmt: skip
+    if any(summary[name] for name in COUNTED):
+        lines.append(", ".join(f"{summary[name]:,} {name}" for name in COUNTED) + " (clients, over all rounds)")
+    return "\n".join([*lines, *(f"! {note}" for note in summary["notes"])])
+
+
+def _number(value: float | None) -> float:
+    """What is not finite is null in summary.json."""
+    return float("nan") if value is None else value
+
+
+def metric_rows(rows: Sequence[tuple[str, Mapping[str, float]]], columns: Sequence[str]) -> list[str]:
+    """A table of some metrics, one named row each, that fits a terminal of 80 columns."""
+    heads = {key: key.replace("_10", "@10").replace("_", " ").upper() for key in columns}
+    wide = {key: max(len(head), len("0.0000")) + 2 for key, head in heads.items()}
+    width = min(max(len(name) for name, _ in rows), LONGEST_NAME)
+    lines = [" " * width + "".join(f"{head:>{wide[key]}}" for key, head in heads.items())]
+    for name, metrics in rows:
+        short = name if len(name) <= width else f"{name[: width - 1]}…"
+        lines.append(f"{short:<{width}}" + "".join(f"{_number(metrics[key]):>{wide[key]}.4f}" for key in columns))
+    return lines
+
+
+def human(size: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def per_client(parts: Split, outcome: Mapping[str, np.ndarray], refit: Mapping[str, np.ndarray] | None = None) -> pd.DataFrame:
+    """One row a client: its name in the source, how much it trained on, its ranks and popularity's, or its errors and the means'."""
+    columns = {"user": parts.user_ids[parts.evaluated].astype(str), "train_items": parts.train_counts[parts.evaluated]}
+    if parts.held:
+        for name, errors in _errors(parts, outcome).items():
+            columns |= {f"{key}_{name}": value for key, value in errors.items()}
+        means = client_errors(mean_predictions(parts)["user_item_mean"], parts.held["test"], parts.rating_min, parts.rating_max)
+        columns |= {f"{key}_means": value for key, value in means.items() if key != "ratings"}
+    else:
+        floor = popularity_ranks(parts)
+        columns |= {f"{kind}rank_{name}": outcome[f"{kind}{name}"] for kind in ("", "full_") for name in ("val", "test")}
+        columns |= {f"{kind}rank_popularity": floor[f"{kind}test"] for kind in ("", "full_")}
+        columns |= {f"refit_{kind}rank_test": refit[f"{kind}test"] for kind in ("", "full_")} if refit else {}
+    return pd.DataFrame(columns)
+
+
+def over_runs(summaries: Sequence[dict[str, Any]], clients: Sequence[pd.DataFrame] = ()) -> dict[str, Any]:
+    """Runs that differ in seed or fold as one summary: means in the same keys, `std` of val and test, and `runs`, one entry each.
+
+    clients: the runs' rows a client; where all have the same clients, `interval` has the 95 % bootstrap intervals of the test metrics.
+    """
+    merged: dict[str, Any] = {key: _merge([summary[key] for summary in summaries]) for key in summaries[0]}
+    folds = [summary["protocol_fields"]["fold"] for summary in summaries]
+    if len(set(folds)) > 1:
+        merged["protocol_fields"]["fold"] = None
+        merged["protocol_fingerprint"] = over_folds(merged)
+    if len({summary["seed"] for summary in summaries}) > 1:
+        merged["seed"] = None
+    told = ("seed", "best_round", "protocol_fingerprint", "val", "test", *(["refit"] if "refit" in merged else []))
+    merged["std"] = {part: _deviation([summary[part] for summary in summaries]) for part in told if isinstance(merged[part], dict)}
+    if intervals := _intervals(clients):
+        merged["interval"] = {"test": {name: list(ends) for name, ends in intervals.items() if name in merged["test"]}}
+    merged["runs"] = [{"fold": fold, **{key: summary[key] for key in told}} for fold, summary in zip(folds, summaries, strict=True)]
+    return merged
+
+
+def _intervals(clients: Sequence[pd.DataFrame]) -> dict[str, tuple[float, float]]:
+    """Of the mean of each ranking metric over seeds and clients; empty if the runs ranked for different clients, or did not rank."""
+    if not clients or any("rank_test" not in frame or not frame["user"].equals(clients[0]["user"]) for frame in clients):
+        return {}
+    columns = {"": "rank_test", "full_": "full_rank_test"}
+    by_run = [
+        {f"{prefix}{name}": values for prefix, rank in columns.items() for name, values in client_metrics(frame[rank].to_numpy()).items()}
+        for frame in clients
+    ]
+    means = bootstrap([np.stack([run[name] for run in by_run]) for name in by_run[0]])
+    return dict(zip(by_run[0], map(bounds, means), strict=True))
+
+
+def over_folds(summary: dict[str, Any]) -> str:
+    """The fingerprint of all folds together."""
+    fields = {key: value for key, value in summary["protocol_fields"].items() if key != "protocol"}
+    return Protocol(summary["protocol"], **{**fields, "fold": None}).fingerprint(summary["data_checksum"])
+
+
+def _deviation(values: list[Any]) -> Any:
+    """Sample standard deviation of a number, or of each number in a dict."""
+    if isinstance(values[0], dict):
+        return {key: _deviation([value[key] for value in values]) for key in values[0]}
+    return statistics.stdev(values)
+
+
+def _merge(values: list[Any]) -> Any:
+    """One value for several: the same if they are equal, dicts key by key, lists joined, true if all are, numbers by their mean."""
+    first = values[0]
+    if all(value == first for value in values):
+        return copy.deepcopy(first)
+    if isinstance(first, dict):
+        return {key: _merge([value[key] for value in values]) for key in first}
+    if isinstance(first, list):
+        return list(dict.fromkeys(entry for value in values for entry in value))
+    if isinstance(first, bool):
+        return all(values)
+    return statistics.fmean(values) if all(isinstance(value, int | float) for value in values) else None
+
+
+def mean_table(merged: dict[str, Any]) -> str:
+    """Mean, sample standard deviation and interval of each test metric of `over_runs`."""
+    leaky = " LEAKY" if merged["leaky"] else ""
+    over = {"seeds": [run["seed"] for run in merged["runs"]], "folds": [run["fold"] for run in merged["runs"]]}
+    said = [f"{name} {', '.join(map(str, dict.fromkeys(values)))}" for name, values in over.items() if len(set(values)) > 1]
+    lines = [f"{merged['algo']} on {merged['dataset']}, protocol {merged['protocol']}{leaky}, test over {' and '.join(said)}:"]
+    tests = {"": (merged["test"], merged["std"]["test"])}
+    if "refit" in merged:
+        tests["refit "] = merged["refit"]["test"], merged["std"]["refit"]["test"]
+    width = 17 + max(map(len, tests))
+    intervals = merged.get("interval", {}).get("test", {})
+    for prefix, (means, deviations) in tests.items():
+        for name, mean in means.items():
+            ends = "" if prefix or name not in intervals else "  [{:.4f}, {:.4f}]".format(*intervals[name])
+            lines.append(f"  {prefix + name:<{width}} {mean:.4f} ± {deviations[name]:.4f}{ends}")
+    lines.append(
+        f"± standard deviation over {' × '.join(f'{len(set(values))} {name}' for name, values in over.items() if len(set(values)) > 1)}"
+    )
+    lines += ["[ ] 95 % bootstrap interval of the mean, over seeds and clients"] if intervals else []
+    return "\n".join(lines)
+
+
+def protocol_fields(protocol: Protocol) -> dict[str, Any]:
+    """The resolved protocol, as flags name it."""
+    fields = dataclasses.asdict(protocol)
+    return {"protocol": fields.pop("name"), **fields}
+
+
+def peak_rss_mb() -> float:
+    """Largest resident memory of this process so far, in MB."""
+    with suppress(OSError, KeyError):  # getrusage counts the process that started this one too
+        status = dict(row.split(":", 1) for row in Path("/proc/self/status").read_text().splitlines())
+        return int(status["VmHWM"].split()[0]) / 1e3
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e6 if sys.platform == "darwin" else peak / 1e3

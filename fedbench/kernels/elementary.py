@@ -1,0 +1,79 @@
+"""exp and log as sums and products, for kernels: the library's functions keep a loop from being vectorised.
+
+Both are exact to the last bits of the type they are given, float32 or float64, a number or Lanes; tests hold them to numpy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from fedbench.kernels.vectors import halved, kind_of, pick, whole
+
+LEAST = {types.float32: 1e-17, types.float64: 1e-150}
+"""smallest value of exp_minus: the square of a slope below it would be subnormal and a hundred times slower to compute with"""
+FLAGS: Any = {"fastmath": {"contract", "nsz"}, "error_model": "numpy"}
+"""as the kernels', but no reordering: it would join the two parts of log 2"""
+LN2 = {types.float32: (0.693359375, -2.12194440e-4), types.float64: (0.693145751953125, 1.42860682030941723212e-6)}
+"""log 2 in two parts, the first with few enough bits that its multiples are exact"""
+
+
+def exp_minus(x: float) -> float:
+    """exp(-x) for x >= 0, but no less than LEAST; not a number stays so."""
+    return max(math.exp(-x), LEAST[types.float64])
+
+
+def log_one_plus(x: float) -> float:
+    """log(1 + x) for x from 0 to 1."""
+    return math.log1p(x)
+
+
+@overload(exp_minus, jit_options=FLAGS)
+def _exp_minus(x: Any) -> Callable[[float], float] | None:
+    """2^-k · exp(r) with r within half of log 2 of zero: a power series for exp, and k goes into the exponent's bits."""
+    given = kind_of(x)
+    if given not in LEAST:
+        return None
+    kind: Any = np.float32 if given == types.float32 else np.float64
+    most, per_log2, half = kind(-math.log(LEAST[given])), kind(1 / math.log(2)), kind(0.5)
+    high, low = (kind(part) for part in LN2[given])
+    series = tuple(kind(1 / math.factorial(i)) for i in range(7 if given == types.float32 else 13, -1, -1))
+
+    def implementation(x: Any) -> float:
+        y = pick(x, most, most, x)
+        k = whole(y * per_log2 + half)
+        r = (k * high - y) + k * low
+        value = r * series[0] + series[1]
+        for i in range(2, len(series)):
+            value = value * r + series[i]
+        return halved(value, k)
+
+    return implementation
+
+
+@overload(log_one_plus, jit_options=FLAGS)
+def _log_one_plus(x: Any) -> Callable[[float], float] | None:
+    """2·atanh(z) with z = x / (2 + x), at most 1/3: an odd power series; for float32 a fit, five terms as exact as eight."""
+    given = kind_of(x)
+    if given not in LEAST:
+        return None
+    kind: Any = np.float32 if given == types.float32 else np.float64
+    two = kind(2)
+    fit = np.polynomial.Chebyshev.interpolate(lambda square: 2 * np.arctanh(np.sqrt(square)) / np.sqrt(square), 4, [0, 1 / 9])
+    terms = fit.convert(kind=np.polynomial.Polynomial).coef if given == types.float32 else [2 / (2 * i + 1) for i in range(16)]
+    series = tuple(kind(term) for term in terms[::-1])
+
+    def implementation(x: Any) -> float:
+        z = x / (two + x)
+        square = z * z
+        value = square * series[0] + series[1]
+        for i in range(2, len(series)):
+            value = value * square + series[i]
+        return value * z
+
+    return implementation

@@ -1,0 +1,384 @@
+"""Parts of kernels: rows that lie side by side, weighted sums and products of them, and small networks over them.
+
+Rows lie in blocks of WIDTH, side by side: a block has one feature of its rows after another, a Lanes each. So do a network's numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numba import njit, types
+
+from fedbench.kernels.elementary import exp_minus
+from fedbench.kernels.vectors import (
+    WIDTH,
+    across,
+    has_avx512,
+    magnitude,
+    mixer,
+    multiplier,
+    outer,
+    pick,
+    prefetch,
+    put,
+    repeat,
+    spread,
+    take,
+    turn_in,
+    turn_out,
+    turn_square,
+)
+
+FAST = {"reassoc", "contract", "nsz"}
+"""sums may be reordered, as vector instructions need; infinities and NaN keep their meaning. Without arcp: vector instructions would
+divide less exactly than scalar ones, and which of them run can depend on where arrays happen to lie. For the same reason a loop that
+sums stores nothing into other arrays."""
+DIVIDE: Final = "numpy"
+"""no check for a zero divisor: it would keep every loop that divides from being vectorised"""
+
+
+def compiled(**options: Any) -> Any:
+    """numba's njit for kernels and their parts, as above, and compiled for types alone.
+
+    By itself numba compiles a function once more for every other constant that another compiled function gives it.
+    """
+
+    def decorate(function: Any) -> Any:
+        made = njit(fastmath=FAST, error_model=DIVIDE, **options)(function)
+        general = made.get_call_template
+
+        def for_types(given: Any, named: Any) -> Any:
+            return general(tuple(map(types.unliteral, given)), {name: types.unliteral(kind) for name, kind in named.items()})
+
+        made.get_call_template = for_types
+        return made
+
+    return decorate
+
+
+TILE = 128
+"""rows that are merged or scored at once: what is computed of them stays in the cache"""
+OUTS, UPS, OTHERS, WIDE = (8, 2, 8, 16) if has_avx512() else (4, 1, 8, 8)
+"""sums that are made at a time, OUTS in mixing and UPS by OTHERS, of WIDE lanes each, in products: as many as registers hold"""
+multiply_one, multiply_many, fill = multiplier(1, OTHERS, WIDE), multiplier(UPS, OTHERS, WIDE), outer(OUTS)
+SQUARE = WIDTH * WIDTH
+"""numbers that are turned at once"""
+
+
+@njit(inline="always")
+def padded(n: int) -> int:
+    """Rows are padded to a multiple of WIDTH, so that no loop over them has a remainder."""
+    return -(-n // WIDTH) * WIDTH
+
+
+@njit
+def zeros(n: int, like: np.ndarray) -> np.ndarray:
+    """n zeros of another array's type that begin where a cache line does: lanes that lie in two lines are read half as fast."""
+    room = np.zeros(n + WIDTH, like.dtype)
+    skip = -(room.ctypes.data // room.itemsize) % WIDTH
+    return room[skip : skip + n]
+
+
+@njit(inline="always")
+def part(room: np.ndarray, at: int, n: int) -> tuple[np.ndarray, int]:
+    """n numbers of an array from `at` on, and where the next part begins: with a cache line, if `at` does."""
+    return room[at : at + n], at + padded(n)
+
+
+@compiled(forceinline=True)
+def mixed(begin: float, values: np.ndarray, x: int, count: int, weights: np.ndarray, at: int, by: int) -> float:
+    """begin + sum over k < count of weights[at + k·by] · the lanes at values[x + k·WIDTH]."""
+    for k in range(count):
+        begin = begin + repeat(weights, at + k * by) * take(values, x + k * WIDTH)
+    return begin
+
+
+def mixer_of_blocks(keeps: str, onto: bool = False) -> Any:
+    """A function that fills features with weighted sums of others, block by block. It keeps `all` sums or the `positive` ones, see mixer.
+
+    Feature o < outs at y of `out` = begin[b + o] (onto: that feature at b of `begin`) + sum over k < count of
+    weights[at + o·by_out + k·by_in] · feature k at x of `values`; the next block is by_x, by_y and by_b further on.
+    OUTS features at a time: their sums stay in registers, and what is read serves all of them.
+    """
+    one, some = mixer(1, keeps, onto), mixer(OUTS, keeps, onto)
+    step = WIDTH if onto else 1
+
+    @compiled(forceinline=True)
+    def mix(
+        values: np.ndarray,
+        x: int,
+        by_x: int,
+        count: int,
+        out: np.ndarray,
+        y: int,
+        by_y: int,
+        outs: int,
+        begin: np.ndarray,
+        b: int,
+        by_b: int,
+        weights: np.ndarray,
+        at: int,
+        by_out: int,
+        by_in: int,
+        blocks: int,
+    ) -> None:
+        for _ in range(blocks):
+            for o in range(0, outs - OUTS + 1, OUTS):
+                some(values, x, count, weights, at + o * by_out, by_out, by_in, begin, b + o * step, out, y + o * WIDTH)
+            for o in range(outs // OUTS * OUTS, outs):
+                one(values, x, count, weights, at + o * by_out, by_out, by_in, begin, b + o * step, out, y + o * WIDTH)
+            x, y, b = x + by_x, y + by_y, b + by_b
+
+    return mix
+
+
+mix_all, mix_positive = map(mixer_of_blocks, ("all", "positive"))
+mix_onto, mix_onto_positive = mixer_of_blocks("all", True), mixer_of_blocks("positive", True)
+back_one, back_some = mixer(1, "gated"), mixer(OUTS, "gated")
+
+
+@compiled()
+def _products_over_lanes(
+    up: np.ndarray,
+    x: int,
+    by_x: int,
+    ups: int,
+    acts: np.ndarray,
+    y: int,
+    by_y: int,
+    count: int,
+    out: np.ndarray,
+    at: int,
+    by: int,
+    blocks: int,
+) -> None:
+    """As `products`, to out[at + u·by + i], by sums over lanes."""
+    u = 0
+    while u < ups:
+        fits = u + UPS <= ups
+        here = UPS if fits else 1
+        for i in range(0, count - OTHERS + 1, OTHERS):
+            if fits:
+                multiply_many(up, x + u * WIDTH, by_x, acts, y + i * WIDTH, by_y, blocks, out, at + u * by + i, by)
+            else:
+                multiply_one(up, x + u * WIDTH, by_x, acts, y + i * WIDTH, by_y, blocks, out, at + u * by + i, by)
+        for v in range(u, u + here):
+            for i in range(count // OTHERS * OTHERS, count):
+                a = spread(out.dtype.type(0))
+                for b in range(blocks):
+                    a = a + take(up, x + b * by_x + v * WIDTH) * take(acts, y + b * by_y + i * WIDTH)
+                out[at + v * by + i] += across(a)
+        u += here
+
+
+@compiled()
+def products(
+    up: np.ndarray,
+    x: int,
+    by_x: int,
+    ups: int,
+    acts: np.ndarray,
+    y: int,
+    by_y: int,
+    count: int,
+    out: np.ndarray,
+    at: int,
+    blocks: int,
+    spare: np.ndarray,
+) -> None:
+    """out[at + u·count + i] += feature u at x of `up` · feature i at y of `acts`, over all rows, for u < ups, i < count.
+
+    The next block of `up` is by_x, that of `acts` by_y further on. Sixteen by sixteen products are made with those of `up` turned, which
+    needs no sums over lanes. spare: room for blocks + 2 squares, not used for fewer than sixteen of `up`
+    """
+    whole = count // WIDTH * WIDTH
+    u = 0
+    while whole and u + WIDTH <= ups:
+        for b in range(blocks):
+            turn_square(up, x + b * by_x + u * WIDTH, spare, (2 + b) * SQUARE)
+        for i in range(0, whole, WIDTH):
+            for k in range(0, WIDTH, OUTS):
+                fill(spare, 2 * SQUARE, acts, y + (i + k) * WIDTH, by_y, blocks, spare, k * WIDTH)
+            turn_square(spare, 0, spare, SQUARE)
+            for v in range(WIDTH):
+                to = at + (u + v) * count + i
+                put(out, to, take(out, to) + take(spare, SQUARE + v * WIDTH))
+        _products_over_lanes(up, x + u * WIDTH, by_x, WIDTH, acts, y + whole * WIDTH, by_y, count - whole, out, at + u * count + whole,
+                             count, blocks)  # fmt: skip
+        u += WIDTH
+    _products_over_lanes(up, x + u * WIDTH, by_x, ups - u, acts, y, by_y, count, out, at + u * count, count, blocks)
+
+
+@compiled(forceinline=True)
+def forward(weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, blocks: int, first: int, squash: bool) -> None:
+    """acts [blocks, sum(sizes), WIDTH]: fill the layers from 1 + `first` on; ReLU inside, sigmoid (squash) or ReLU at the end."""
+    one, zero = weights.dtype.type(1), weights.dtype.type(0)
+    source, at, by = 0, 0, sizes.sum() * WIDTH
+    for layer in range(sizes.size - 1):
+        fan_in, fan_out = sizes[layer], sizes[layer + 1]
+        target, bias = source + fan_in * WIDTH, at + fan_in * fan_out
+        if squash and layer == sizes.size - 2:
+            mix_all(acts, source, by, fan_in, acts, target, by, fan_out, weights, bias, 0, weights, at, fan_in, 1, blocks)
+            for b in range(blocks):
+                for o in range(target + b * by, target + b * by + fan_out * WIDTH, WIDTH):
+                    value = take(acts, o)
+                    tail = exp_minus(magnitude(value))
+                    put(acts, o, pick(value, zero, spread(one), tail) / (one + tail))
+        elif layer >= first:
+            mix_positive(acts, source, by, fan_in, acts, target, by, fan_out, weights, bias, 0, weights, at, fan_in, 1, blocks)
+        source, at = target, bias + fan_out
+
+
+@compiled(inline="always")
+def everybody(sizes: np.ndarray, awake: np.ndarray, many: np.ndarray) -> None:
+    """All units of a network are awake: of each layer, numbers of its units in `awake` [sum(sizes)], and how many they are in `many`."""
+    at = 0
+    for layer in range(sizes.size):
+        many[layer] = sizes[layer]
+        for unit in range(sizes[layer]):
+            awake[at + unit] = unit
+        at += sizes[layer]
+
+
+@compiled(forceinline=True)
+def find_awake(
+    sizes: np.ndarray, acts: np.ndarray, ones: np.ndarray, blocks: int, spare: np.ndarray, awake: np.ndarray, many: np.ndarray
+) -> None:
+    """The units of hidden layers, the first one apart, that are not 0 for all rows: only these have slopes."""
+    at = sizes[0] + sizes[1]
+    for layer in range(2, sizes.size - 1):
+        spare[: sizes[layer]] = 0
+        products(ones, 0, 0, 1, acts, at * WIDTH, sizes.sum() * WIDTH, sizes[layer], spare, 0, blocks, spare)
+        many[layer] = 0
+        for unit in range(sizes[layer]):
+            awake[at + many[layer]] = unit  # one that is not awake is written over by the next
+            many[layer] += spare[unit] != 0
+        at += sizes[layer]
+
+
+@compiled(forceinline=True)
+def backward(
+    weights: np.ndarray,
+    sizes: np.ndarray,
+    acts: np.ndarray,
+    delta: np.ndarray,
+    nothing: np.ndarray,
+    blocks: int,
+    of_inputs: int,
+    awake: np.ndarray,
+    many: np.ndarray,
+) -> None:
+    """delta [blocks, sum(sizes), WIDTH] ends with the slopes of the last layer; fill those before it and add to those of so many inputs.
+
+    nothing: zeros, as many as OUTS. What lies below a layer in which no unit is awake has no slopes and is left as it is.
+    """
+    by = sizes.sum() * WIDTH
+    target, end = by - sizes[-1] * WIDTH, weights.size
+    for layer in range(sizes.size - 2, -1, -1):
+        fan_in, fan_out = sizes[layer], sizes[layer + 1]
+        source, at = target - fan_in * WIDTH, end - (fan_in + 1) * fan_out
+        few, first = many[layer + 1], target // WIDTH
+        if few == 0:
+            break
+        if layer == 0:
+            mix_onto(delta, target, by, fan_out, delta, 0, by, of_inputs, delta, 0, by, weights, at, 1, fan_in, blocks)
+        for x in range(0, blocks * by if layer else 0, by):
+            for i in range(0, fan_in - OUTS + 1, OUTS):
+                back_some(delta, x + target, few, weights, at + i, 1, fan_in, nothing, 0, delta, x + source + i * WIDTH, acts, awake, first)
+            for i in range(fan_in // OUTS * OUTS, fan_in):
+                back_one(delta, x + target, few, weights, at + i, 1, fan_in, nothing, 0, delta, x + source + i * WIDTH, acts, awake, first)
+        target, end = source, at
+
+
+@compiled(forceinline=True)
+def gradient(
+    sizes: np.ndarray,
+    acts: np.ndarray,
+    delta: np.ndarray,
+    grad: np.ndarray,
+    ones: np.ndarray,
+    blocks: int,
+    spare: np.ndarray,
+    awake: np.ndarray,
+    many: np.ndarray,
+) -> None:
+    """Add the slopes of a network's weights to `grad`. ones: WIDTH of them; spare: see products"""
+    by, source, at, lowest = sizes.sum() * WIDTH, 0, 0, 0
+    for layer in range(sizes.size):
+        if many[layer] == 0:
+            lowest = layer
+    for layer in range(sizes.size - 1):
+        fan_in, fan_out = sizes[layer], sizes[layer + 1]
+        target, bias = source + fan_in * WIDTH, at + fan_in * fan_out
+        if layer >= lowest and many[layer + 1] == fan_out:
+            products(delta, target, by, fan_out, acts, source, by, fan_in, grad, at, blocks, spare)
+        elif layer >= lowest:
+            for k in range(many[layer + 1]):
+                unit = awake[target // WIDTH + k]
+                products(delta, target + unit * WIDTH, by, 1, acts, source, by, fan_in, grad, at + unit * fan_in, blocks, spare)
+        if layer >= lowest:
+            products(ones, 0, 0, 1, delta, target, by, fan_out, grad, bias, blocks, spare)
+        source, at = target, bias + fan_out
+
+
+@njit(inline="always")
+def fetch(table: np.ndarray, row: np.ndarray) -> None:
+    """Have these rows of a table fetched: waited for one after another, they take three times as long."""
+    d = table.shape[1]
+    flat = table.reshape(-1)
+    for i in range(row.size):
+        for j in range(0, d, WIDTH):
+            prefetch(flat, row[i] * d + j)
+        if d % WIDTH:  # the row may end in one more cache line
+            prefetch(flat, row[i] * d + d - 1)
+
+
+@compiled()
+def take_rows(table: np.ndarray, row: np.ndarray, out: np.ndarray, start: int, by: int) -> None:
+    """`out` takes these rows of a table, WIDTH side by side, from `start` on, a block every `by` numbers.
+
+    The last block is filled up with the last row.
+    """
+    d, flat, whole = table.shape[1], table.reshape(-1), row.size // WIDTH * WIDTH
+    for first in range(0, whole, WIDTH):
+        _take_block(flat, d, row, first, out, start)
+        start += by
+    if whole < row.size:
+        few = np.empty(WIDTH, row.dtype)
+        for k in range(WIDTH):
+            few[k] = row[min(whole + k, row.size - 1)]
+        _take_block(flat, d, few, 0, out, start)
+
+
+@compiled(forceinline=True)
+def _take_block(flat: np.ndarray, d: int, row: np.ndarray, first: int, out: np.ndarray, start: int) -> None:
+    """The WIDTH rows from row[first] on, of a table of rows of d numbers."""
+    for j in range(0, d - WIDTH + 1, WIDTH):
+        turn_in(flat, row, first, d, j, out, start + j * WIDTH)
+    for j in range(d // WIDTH * WIDTH, d):
+        for k in range(WIDTH):
+            out[start + j * WIDTH + k] = flat[row[first + k] * d + j]
+
+
+@compiled()
+def give_rows(rows: np.ndarray, by: int, row: np.ndarray, table: np.ndarray) -> None:
+    """Rows that lie WIDTH side by side, a block every `by` numbers, go to these places in a table."""
+    d, flat, start = table.shape[1], table.reshape(-1), 0
+    for first in range(0, row.size, WIDTH):
+        whole = d // WIDTH * WIDTH if first + WIDTH <= row.size else 0
+        for j in range(0, whole, WIDTH):
+            turn_out(rows, start + j * WIDTH, flat, row, first, d, j)
+        for j in range(whole, d):
+            for k in range(min(WIDTH, row.size - first)):
+                flat[row[first + k] * d + j] = rows[start + j * WIDTH + k]
+        start += by
+
+
+@compiled()
+def copy(source: np.ndarray, at: int, out: np.ndarray, to: int, n: int) -> None:
+    """out[to + i] = source[at + i] for i < n."""
+    for i in range(0, n - WIDTH + 1, WIDTH):
+        put(out, to + i, take(source, at + i))
+    for i in range(n // WIDTH * WIDTH, n):
+        out[to + i] = source[at + i]

@@ -1,0 +1,330 @@
+"""A federation under way: the server, the clients, and what one round does to them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbench.contract.algorithm import Algorithm, Answer, Tensors, World, check_stages
+from fedbench.contract.randomness import Draw
+from fedbench.data.split import TRAIN, Samples, Split, cohort_of, sample_round
+from fedbench.errors import FedbenchError, NotFinite, UsageError
+from fedbench.evaluation.metrics import Evaluator
+from fedbench.parts.central import Central, Pool
+from fedbench.simulation import kernel_check, workers
+from fedbench.simulation.client_store import ClientStore, Disk, Picked, at_once, filled, fits, room_for
+from fedbench.simulation.engine import Engine, Round, Uploads, sent_rows, sent_to, vmapped
+from fedbench.simulation.failures import Failures
+
+log = logging.getLogger("fedbench")
+
+COUNTED = ("dropped", "stragglers", "rejected")
+FROZEN_BYTES = 1 << 26
+"""how much a frozen copy may take"""
+
+
+class Diverged(FedbenchError):
+    """A quantity is not finite any more, and no upload is to blame: there is no going on."""
+
+    def __init__(self, round_: int, what: str) -> None:
+        super().__init__(f"{what} is not finite in round {round_}: training diverged; lower the learning rate")
+
+
+@dataclass
+class Federation:
+    """A federation under way: everything that changes from round to round."""
+
+    algorithm: Algorithm
+    split: Split
+    engine: Engine
+    server: Tensors
+    store: ClientStore
+    evaluator: Evaluator
+    seed: int
+    round: int = 0
+    visits: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    bytes_up: int = 0
+    bytes_down: int = 0
+    channel: tuple[Callable[[Uploads], Uploads], ...] = ()
+    """what happens to the uploads on their way to the server, in order, after their bytes are counted"""
+    rebuilt: tuple[Tensors, ClientStore] | None = None
+    """a server, and what clients that keep nothing rebuilt to be evaluated with its answer; forgotten when the next round begins"""
+    failures: Failures = Failures()
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
+    """how often clients dropped out, finished less or had their upload rejected, so far"""
+
+    @classmethod
+    def start(
+        cls,
+        algorithm: Algorithm,
+        split: Split,
+        seed: int,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        failures: Failures = Failures(),  # noqa: B008 (frozen)
+        client_store: str = "ram",
+        folder: Path | None = None,
+        **engine: Any,
+    ) -> Federation:
+        """Round 0: the server and all clients initialised.
+
+        client_store: see `room_for`, or auto: in memory if it fits there now, else in `folder`, on all ranks alike
+        """
+        world = world_of(split)
+        draw = Draw(seed, 0, None, dtype, device)
+        runs = Engine(algorithm, world, seed, device, dtype, **engine)
+        own = workers.share(split.train_counts)
+        if client_store == "auto":
+            roomy = device != "cpu" or folder is None or fits(algorithm, world, draw, len(own) * workers.on_this_machine())
+            client_store = "mmap" if workers.anywhere(not roomy)[0] else "ram"
+        return cls(
+            algorithm,
+            split,
+            runs,
+            algorithm.init_server(world, draw),
+            ClientStore(algorithm, world, draw, room_for(client_store, folder, device), own),
+            Evaluator(algorithm, split, device, runs.kernels, own),
+            seed,
+            visits=np.zeros(split.clients, np.int64),
+            failures=failures,
+        )
+
+    def chosen(self, when: int) -> np.ndarray:
+        """The clients that a round asks to take part."""
+        a, split = self.algorithm, self.split
+        trainers = None if split.role is None else split.trainers
+        count = split.clients if trainers is None else len(trainers)
+        cohort = cohort_of(when, count, a.cohort(count), a.sampling, self.seed)
+        return cohort if trainers is None else trainers[cohort]
+
+    def samples(self, when: int, cohort: np.ndarray | None = None) -> Samples:
+        """What the chosen clients, or those given, train on in a round."""
+        cohort = self.chosen(when) if cohort is None else cohort
+        extra = self.algorithm.extra(when)
+        return sample_round(self.split, cohort, extra.each, self.seed, when, extra.rating, empty=self.engine.spare.empty)
+
+    def next_round(self) -> Round:
+        """One communication round; the uploads that come back are those that the server saw.
+
+        If nobody answers it changes nothing but the number of rounds.
+        """
+        self.round += 1
+        self.rebuilt = None
+        a, engine, failures, now = self.algorithm, self.engine, self.failures, (self.seed, self.round)
+        chosen = self.chosen(self.round)
+        if isinstance(a, Central):
+            return self.central_round(a, Pool.of(self.samples(self.round, chosen), *now, engine.dtype, engine.device))
+        cohort = failures.answering(chosen, *now)
+        self.counts["dropped"] += len(chosen) - len(cohort)
+        if not len(cohort):
+            return Round(Uploads(engine.world, torch.empty(0, dtype=torch.int64)), torch.empty(0), 0, 0)
+        epochs = failures.epochs(cohort, *now, a.local_epochs)
+        self.counts["stragglers"] += int((epochs < a.local_epochs).sum()) if failures.stragglers else 0
+        mine = self.own(cohort)
+
+        def part() -> Round | None:
+            if not len(cohort[mine]):
+                return None
+            return engine.run_cohort(self.server, self.store, self.samples(self.round, cohort[mine]), self.round, epochs[mine])
+
+        result = workers.joined(part, lambda: engine.uploads(cohort, {}), mine.start, a.tables)
+        if not math.isfinite(result.loss.sum()):
+            lost = ~result.loss.isfinite()
+            if lost.all() or not a.reconstructs:
+                first = self.split.user_ids[cohort[int(lost.nonzero()[0])]]
+                raise Diverged(self.round, f"the training loss of {int(lost.sum())} of {len(cohort)} clients (the first is user {first})")
+            # a client that keeps nothing carries no damage on: it sends nothing this time
+            result = replace(result, uploads=result.uploads.only(~lost), loss=result.loss[~lost])
+        uploads = result.uploads
+        self.bytes_up += uploads.bytes()
+        for hop in self.channel:
+            uploads = hop(uploads)
+        taken = failures.screened(failures.damaged(uploads, *now))
+        self.counts["rejected"] += len(cohort) - len(taken.clients)
+        self.server, seen = self.aggregated(taken)
+        self.visits[cohort] += 1
+        self.bytes_down += result.bytes_down
+        self.store.room.release()
+        return replace(result, uploads=seen)
+
+    def own(self, cohort: np.ndarray) -> slice:
+        """Where those of the ascending client numbers stand that are in this rank's store."""
+        own = self.store.clients
+        return slice(0, len(cohort)) if len(own) == len(self.visits) else slice(*np.searchsorted(cohort, [own.start, own.stop]))
+
+    def central_round(self, algorithm: Central, pool: Pool) -> Round:
+        """One pass over everybody's samples in one place: nobody is visited and nothing travels."""
+        engine = self.engine
+        draw = Draw(self.seed, self.round, None, engine.dtype, engine.device)
+        kernel_check.pooled(engine, algorithm, self.server, pool, draw)
+        server, loss = algorithm.epoch(self.server, pool, draw, engine.kernels)
+        try:
+            finite({"loss": loss, **server})
+        except NotFinite as error:
+            raise Diverged(self.round, error.what) from None
+        self.server = server
+        nobody = Uploads(engine.world, torch.zeros(0, dtype=torch.int64))
+        return Round(nobody, loss.reshape(1), bytes_down=0, updates=sum(value.numel() for value in self.server.values()))
+
+    def aggregated(self, uploads: Uploads) -> tuple[Tensors, Uploads]:
+        """The server after its step, and what it saw of the uploads.
+
+        Only if the step is not finite are uploads looked at one by one: a pass over all of them costs time. What is summed under masks
+        is looked at before, for a sum in fixed point cannot show it. Ranks that have mail for their own clients alone do so together.
+        """
+        if not len(uploads.clients):
+            return self.server, uploads
+        sound = uploads.finite() if uploads.summed else None
+        if sound is None or sound.all():
+            sealed = replace(uploads.sealed(self.seed, self.round), room=self.store.room)
+            draw, lost = Draw(self.seed, self.round, None, self.engine.dtype, self.engine.device), None
+            try:
+                server = self.algorithm.aggregate(self.server, sealed, draw)
+                finite({name: value for name, value in server.items() if name not in self.algorithm.mailed})
+            except NotFinite as error:
+                lost = error.what
+            said = [what for what in workers.exchanged(lambda: lost) if what]
+            if not said:
+                return server, sealed
+            sound = uploads.finite()
+            if sound.all():
+                raise Diverged(self.round, said[0])
+        self.counts["rejected"] += int((~sound).sum())
+        return self.aggregated(uploads.only(sound))
+
+    def is_own(self, name: str) -> bool:
+        """Whether ranks that share the run have a part each of what `state` calls so."""
+        return name == "clients" or name.startswith("client/") or name.removeprefix("server/") in self.algorithm.mailed
+
+    def state(self) -> dict[str, Tensor | Picked]:
+        """What the server and all clients hold, by name; not copied. On disk: what the `clients` hold that have taken part."""
+        server: dict[str, Tensor | Picked] = {f"server/{name}": value for name, value in self.server.items()}
+        room, kept = self.store.room, self.store.kept
+        if kept is None:
+            return server | {f"client/{name}": value for name, value in self.store.tensors.items()}
+        for name in self.algorithm.mailed if self.server else ():
+            slot = self.server["slot"]
+            has = slot >= 0
+            server[f"server/{name}"] = Picked(self.server[name], slot[has], room)
+            server["server/slot"] = torch.where(has, has.cumsum(0) - 1, -1)
+        clients = torch.from_numpy(np.flatnonzero(kept))
+        rows = self.store.place(clients)
+        return server | {"clients": clients} | {f"client/{name}": Picked(value, rows, room) for name, value in self.store.tensors.items()}
+
+    def set_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state` gave; names and shapes of what clients hold must be those of this federation."""
+        store = self.store
+        clients = state["clients"].cpu() if "clients" in state else torch.arange(store.clients.start, store.clients.stop)
+        store.overwrite(clients.numpy())
+        for name, tensor in store.tensors.items():
+            check_form(state[f"client/{name}"], (len(clients), *tensor.shape[1:]), tensor.dtype)
+            for start in range(0, len(clients), at_once(tensor)):
+                some = slice(start, start + at_once(tensor))
+                tensor[store.place(clients[some])] = state[f"client/{name}"][some]
+                store.room.release()
+        self.server = {name.removeprefix("server/"): value for name, value in state.items() if name.startswith("server/")}
+        if isinstance(store.room, Disk):
+            for name in self.algorithm.mailed if self.server else ():
+                rows, size = len(self.server[name]), at_once(self.server[name])
+                chunks = (state[f"server/{name}"][start : start + size] for start in range(0, rows, size))
+                self.server[name] = filled(store.room, len(self.visits) + rows, chunks)
+
+    def frozen(self) -> Federation | None:
+        """A copy that stays as it is, to be evaluated later; None if it would be large."""
+        held = (*self.server.values(), *self.store.tensors.values())
+        large = self.store.kept is not None or sum(value.numel() * value.element_size() for value in held) > FROZEN_BYTES
+        if workers.anywhere(large)[0]:
+            return None
+        server = {name: value.clone() for name, value in self.server.items()}
+        rebuilt = (server, self.rebuilt[1]) if self.rebuilt and self.rebuilt[0] is self.server else None
+        return replace(self, server=server, store=self.store.copied(), rebuilt=rebuilt)
+
+    def close(self) -> None:
+        """Give the room of what server and clients hold back."""
+        self.store.close()
+        self.server, self.rebuilt = {}, None
+
+    def spent(self, unit: str) -> int:
+        """How much of a budget in rounds, visits or bytes is used."""
+        return {"rounds": self.round, "visits": int(self.visits.sum()), "bytes": self.bytes_up + self.bytes_down}[unit]
+
+    def outcome(self) -> dict[str, np.ndarray]:
+        """What metrics are made of, see Evaluator.outcome."""
+        return self.evaluated(self.evaluator.outcome)
+
+    def evaluated(self, evaluate: Callable[[ClientStore, Answer], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """What an evaluation finds for all clients, each rank for its own."""
+
+        def part() -> Tensors:
+            found, own = evaluate(self.private(), self.algorithm.answer(self.server)), self.store.clients
+            held, sample = self.split.held, self.split.sample
+            ends = (own.start, own.stop) if sample is None else np.searchsorted(sample, (own.start, own.stop))
+            mine = {name: held[name].ptr[[own.start, own.stop]] if held else ends for name in found}
+            return {name: torch.from_numpy(value[slice(*mine[name])]) for name, value in found.items()}
+
+        return {name: value.numpy() for name, value in workers.gathered(part, "cpu").items()}
+
+    def private(self) -> ClientStore:
+        """What clients score with: what they keep or, if they keep nothing, what they rebuild from all their training items."""
+        if not self.algorithm.reconstructs:
+            return self.store
+        if self.rebuilt is None or self.rebuilt[0] is not self.server:
+            split, a = self.split, self.algorithm
+            who = split.evaluated if split.role is None else np.flatnonzero(split.role != TRAIN)
+            samples = sample_round(split, who[self.own(who)], a.evaluation_negatives, self.seed, self.round, purpose="negatives/evaluation")
+            self.rebuilt = self.server, ClientStore.of(self.engine.reconstruct(self.server, samples, self.round))
+        return self.rebuilt[1]
+
+    def sampled_ranks(self) -> dict[str, np.ndarray]:
+        return self.evaluated(self.evaluator.sampled_ranks)
+
+    def full_ranks(self) -> dict[str, np.ndarray]:
+        return self.evaluated(self.evaluator.full_ranks)
+
+
+def world_of(split: Split) -> World:
+    return World(split.clients, split.items, split.rating_min, split.rating_max)
+
+
+def check_local_work(algorithm: Algorithm, split: Split, seed: int) -> None:
+    """Raise UsageError for stages and phases that make no sense, before anything is written: one client of a tiny world is asked."""
+    world, one = replace(world_of(split), clients=4, items=4), torch.zeros(1, dtype=torch.int64)
+    try:
+        answer = algorithm.answer(algorithm.init_server(world, Draw(seed, 0, None, torch.float32, "cpu")))
+        own = algorithm.init_client(world, Draw(seed, 0, np.zeros(1, np.int64), torch.float32, "cpu"))
+        sent = sent_rows(answer, one, torch.arange(world.items)[None], algorithm.tables) if sent_to(answer, one)[0] else {}
+        stages = algorithm.stages(sent)
+        check_stages(algorithm, stages, vmapped(algorithm.receive, own, sent))
+        kept = [name for name in algorithm.tables if name in own]
+        for name in (name for stage in stages for phase in stage.phases for name in phase.names):
+            if kept and name in sent and name not in own:  # the engine merges what is sent into own tables, and trains what is kept alone
+                raise UsageError(
+                    f"{algorithm.name}: a client that keeps a table of its own ({kept[0]!r}) cannot train {name!r}, which is only sent; "
+                    f"return {name!r} from init_client too (adding-an-algorithm.md)"
+                )
+    except FedbenchError:
+        raise
+    except Exception:  # of a method that does without one of these, or not in so small a world: the first round tells
+        log.debug("local work could not be looked at before the run", exc_info=True)
+
+
+def finite(server: Tensors) -> Tensors:
+    """The server's tensors, if their sums are finite."""
+    for name, value in server.items():
+        if not math.isfinite(value.sum()):
+            raise NotFinite(f"the server's {name}")
+    return server
+
+
+def check_form(found: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise ValueError unless a tensor that was read has this shape and type."""
+    if found.shape != shape or found.dtype != dtype:
+        raise ValueError(f"{tuple(found.shape)} {found.dtype} where {shape} {dtype} belongs")

@@ -1,0 +1,131 @@
+"""A sweep's points as tasks on a Ray cluster.
+
+Every machine has the same checkout and packages at the same path. A task runs train.py in a folder of its own machine and sends the
+run's folder back, so no shared disk is needed. Ray runs a task again whose worker or machine was lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedbench import files
+from fedbench.errors import UsageError
+from fedbench.experiment import processes
+from fedbench.experiment.processes import Event
+from fedbench.tracking import mirror_process
+
+RETRIES = 3
+"""how often a task is done again whose worker died"""
+ROOMS = ("fedbench", "algorithms", "datasets")
+PASSED_ON = ("FEDBENCH_DATA", "FEDBENCH_CACHE", "MLFLOW_TRACKING_URI")
+
+
+class Task(NamedTuple):
+    """One run: its config, and what its environment has besides."""
+
+    told: dict[str, Any]
+    environment: dict[str, str]
+
+
+class Outcome(NamedTuple):
+    """What a task sends back."""
+
+    code: int
+    seconds: float
+    log: str
+    files: dict[str, bytes]
+    """the run's folder without its checkpoints"""
+
+
+def run(tasks: Mapping[str, Task], folder: Path, cpus: int, gpus: float) -> Generator[Event, None, None]:
+    """Run these configs, as many at once as the cluster has room for, and put their folders into the sweep's."""
+    ray = imported()
+    if any(task.told["mlflow"] for task in tasks.values()) and not mirror_process.tracking_uri().startswith("http"):
+        raise UsageError("--backend ray logs to an MLflow server: set MLFLOW_TRACKING_URI=http://host:5000, or use --no-mlflow")
+    passed = {key: os.environ[key] for key in PASSED_ON if key in os.environ}
+    environment = {**passed, "PYTHONPATH": str(processes.ROOT)}
+    there = os.environ.get("RAY_ADDRESS")
+    here: dict[str, Any] = {} if there else {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    ray.init(address=there, runtime_env={"env_vars": environment}, log_to_driver=False, logging_level="ERROR", **here)
+    try:
+        room = ray.cluster_resources()
+        if room.get("CPU", 0) < cpus or room.get("GPU", 0) < gpus:
+            has = f"{room.get('CPU', 0):g} CPUs and {room.get('GPU', 0):g} GPUs"
+            raise UsageError(f"a point asks for {cpus} CPUs and {gpus:g} GPUs, but the cluster has {has}; lower --cpus-per-point")
+        remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=RETRIES)(run_point)
+        code, pending = source_digest(), {}
+        for key, task in tasks.items():
+            pending[remote.remote(task, cpus, code)] = key
+            yield Event(key)
+        while pending:
+            done, _ = ray.wait(list(pending), timeout=1.0)
+            for reference in done:
+                yield received(ray, reference, pending.pop(reference), folder)
+    finally:
+        ray.shutdown()
+
+
+def imported() -> Any:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    try:
+        import ray
+    except ImportError:
+        raise UsageError("--backend ray needs Ray: pip install -r requirements-ray.txt") from None
+    return ray
+
+
+def received(ray: Any, reference: Any, key: str, folder: Path) -> Event:
+    """Put a task's files where the pool would have put them, all or none."""
+    log = folder / "work" / f"{key}.log"
+    files.make_folder(log.parent)
+    try:
+        outcome: Outcome = ray.get(reference)
+    except ray.exceptions.RayError as error:
+        files.write_text(log, f"fedbench: error: Ray: {mirror_process.one_line(error)}\n")
+        return Event(key, 1)
+    files.write_text(log, outcome.log)
+    if outcome.code == 0:
+        fresh = folder / "work" / f"{key}.new"
+        shutil.rmtree(fresh, ignore_errors=True)
+        for name, content in outcome.files.items():
+            (fresh / name).parent.mkdir(parents=True, exist_ok=True)
+            (fresh / name).write_bytes(content)
+        shutil.rmtree(folder / key, ignore_errors=True)
+        fresh.rename(folder / key)
+    return Event(key, outcome.code, outcome.seconds)
+
+
+def run_point(task: Task, threads: int, code: str) -> Outcome:
+    """One run on whatever machine this is."""
+    began = time.monotonic()
+    if source_digest() != code:
+        return Outcome(
+            1, 0.0, f"fedbench: error: {os.uname().nodename} has another version of the code in {processes.ROOT}; update it\n", {}
+        )
+    with tempfile.TemporaryDirectory(prefix="fedbench-") as place:
+        out = Path(place) / "run"
+        job = processes.job("point", task.told, out, Path(place), threads, **task.environment)
+        process = processes.start(job)
+        try:
+            process.wait()
+        finally:
+            processes.end([process])
+        files = [path for path in out.rglob("*") if path.is_file() and "checkpoint" not in path.parts]
+        content = {str(path.relative_to(out)): path.read_bytes() for path in files}
+        return Outcome(process.returncode, time.monotonic() - began, job.log.read_text(encoding="utf-8", errors="replace"), content)
+
+
+def source_digest() -> str:
+    """What the code is, whatever commit it is at."""
+    digest = hashlib.sha256()
+    for path in sorted(path for room in ROOMS for path in (processes.ROOT / room).rglob("*.py")):
+        digest.update(f"{path.relative_to(processes.ROOT)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
