@@ -43,7 +43,8 @@ from fedbench.settings.config import RunConfig, placed
 from fedbench.simulation import kernel_check, new_users, workers
 from fedbench.simulation.client_store import Disk
 from fedbench.simulation.exposure import exposure
-from fedbench.simulation.federation import Diverged, Federation, check_local_work, world_of
+from fedbench.simulation.federation import Diverged, Federation, world_of
+from fedbench.simulation.probe import check_local_work
 from fedbench.text import say
 from fedbench.tracking import mirror_process
 from fedbench.tracking.copier import mlflow_at_hand

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,18 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbench.contract.algorithm import Algorithm, Answer, Tensors, World, check_stages
+from fedbench.contract.algorithm import Algorithm, Answer, Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.data.split import TRAIN, Samples, Split, cohort_of, sample_round
-from fedbench.errors import FedbenchError, NotFinite, UsageError
+from fedbench.errors import FedbenchError, NotFinite
 from fedbench.evaluation.metrics import Evaluator
 from fedbench.parts.central import Central, Pool
 from fedbench.simulation import kernel_check, workers
 from fedbench.simulation.client_store import ClientStore, Disk, Picked, at_once, filled, fits, room_for
-from fedbench.simulation.engine import Engine, Round, Uploads, sent_rows, sent_to, vmapped
+from fedbench.simulation.engine import Engine, Round, Uploads
 from fedbench.simulation.failures import Failures
-
-log = logging.getLogger("fedbench")
 
 COUNTED = ("dropped", "stragglers", "rejected")
 FROZEN_BYTES = 1 << 26
@@ -292,28 +289,6 @@ class Federation:
 
 def world_of(split: Split) -> World:
     return World(split.clients, split.items, split.rating_min, split.rating_max)
-
-
-def check_local_work(algorithm: Algorithm, split: Split, seed: int) -> None:
-    """Raise UsageError for stages and phases that make no sense, before anything is written: one client of a tiny world is asked."""
-    world, one = replace(world_of(split), clients=4, items=4), torch.zeros(1, dtype=torch.int64)
-    try:
-        answer = algorithm.answer(algorithm.init_server(world, Draw(seed, 0, None, torch.float32, "cpu")))
-        own = algorithm.init_client(world, Draw(seed, 0, np.zeros(1, np.int64), torch.float32, "cpu"))
-        sent = sent_rows(answer, one, torch.arange(world.items)[None], algorithm.tables) if sent_to(answer, one)[0] else {}
-        stages = algorithm.stages(sent)
-        check_stages(algorithm, stages, vmapped(algorithm.receive, own, sent))
-        kept = [name for name in algorithm.tables if name in own]
-        for name in (name for stage in stages for phase in stage.phases for name in phase.names):
-            if kept and name in sent and name not in own:  # the engine merges what is sent into own tables, and trains what is kept alone
-                raise UsageError(
-                    f"{algorithm.name}: a client that keeps a table of its own ({kept[0]!r}) cannot train {name!r}, which is only sent; "
-                    f"return {name!r} from init_client too (adding-an-algorithm.md)"
-                )
-    except FedbenchError:
-        raise
-    except Exception:  # of a method that does without one of these, or not in so small a world: the first round tells
-        log.debug("local work could not be looked at before the run", exc_info=True)
 
 
 def finite(server: Tensors) -> Tensors:
