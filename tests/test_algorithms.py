@@ -36,7 +36,7 @@ from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.engine import Engine, Uploads, sent_whole
 from fedbench.simulation.failures import Failures
 from fedbench.simulation.federation import Federation, world_of
-from tests import loop_engine
+from fedbench.testing import loop_engine
 from tests.conftest import small_split, without_samples
 
 ROUNDS = 3

@@ -30,7 +30,7 @@ from fedbench.simulation import client_store as store_file
 from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.engine import Block, Engine, Spare, blocks, bytes_down, pack, sent_rows, vmapped
 from fedbench.simulation.federation import Federation
-from tests import loop_engine
+from fedbench.testing import loop_engine
 from tests.conftest import small_split, without_samples
 
 SMALL: dict[str, Any] = {"dim": 8, "batch_size": 32, "local_epochs": 3}

@@ -26,7 +26,7 @@ from fedbench.data.split import Split, split
 from fedbench.evaluation import metrics
 from fedbench.evaluation.metrics import KS, chance_metrics, popularity_ranks, ranking_metrics, ranks_among, rating_metrics, spread
 from fedbench.simulation.federation import Federation
-from tests.loop_engine import sent_to
+from fedbench.testing.loop_engine import sent_to
 
 NAN, INF = float("nan"), float("inf")
 

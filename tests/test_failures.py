@@ -25,7 +25,7 @@ from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.engine import Engine, Uploads
 from fedbench.simulation.failures import Failures, drawn
 from fedbench.simulation.federation import Diverged, Federation
-from tests import loop_engine
+from fedbench.testing import loop_engine
 from tests.conftest import small_split
 from tests.test_algorithms import SMALL, assert_same, fedavg_ncf, fedem, flat
 from tests.test_run import DATA, FEDMF, carry_out, lines_of, result, summary_of

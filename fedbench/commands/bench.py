@@ -24,7 +24,7 @@ from fedbench.console import columns, fitted
 from fedbench.contract import registry
 from fedbench.contract.randomness import Draw
 from fedbench.data.split import Held, Samples, Split
-from fedbench.errors import FedbenchError, UsageError
+from fedbench.errors import UsageError
 from fedbench.evaluation.metrics import metrics_of
 from fedbench.experiment import processes
 from fedbench.experiment.run import check_cohort, choose_device, prepare, set_threads
@@ -38,6 +38,7 @@ from fedbench.simulation.client_store import draw_for
 from fedbench.simulation.engine import host_type
 from fedbench.simulation.exposure import exposure
 from fedbench.simulation.federation import Federation, world_of
+from fedbench.testing import loop_engine
 from fedbench.text import say
 from fedbench.tracking.run_log import environment, setup_logging
 
@@ -315,10 +316,6 @@ def both_engines(federation: Federation, samples: Samples, clock: Clock, loop_cl
 
     All are the best of several in turns: what other programs disturb at a time concerns all of them.
     """
-    try:
-        from tests import loop_engine
-    except ImportError:
-        raise FedbenchError("bench needs tests/loop_engine.py: run it from a checkout") from None
     algorithm, engine, store = federation.algorithm, federation.engine, federation.store
     when = federation.round + 1
     few = spread_over(samples, loop_clients or len(samples.clients))
