@@ -28,7 +28,7 @@ from fedbench.contract.randomness import Draw
 from fedbench.data.split import Samples, Split, cohort_of, sample_round
 from fedbench.errors import UsageError
 from fedbench.evaluation.metrics import metrics_of
-from fedbench.experiment import checkpoint, run
+from fedbench.experiment import checkpoint, run_state
 from fedbench.experiment.summary import Best
 from fedbench.parts.mixing import Rows
 from fedbench.settings.config import RunConfig
@@ -219,10 +219,10 @@ class AlgorithmTests:
         for federation in (steady, stopped):
             federation.next_round()
             federation.next_round()
-        run.save(tmp_path, stopped, Best(), config)
+        run_state.save(tmp_path, stopped, Best(), config)
         state = checkpoint.newest(tmp_path)
         assert state is not None
-        run.restore(state, fresh, Best())
+        run_state.restore(state, fresh, Best())
         expected, found = steady.next_round(), fresh.next_round()
         assert fresh.round == 3 and (fresh.visits == steady.visits).all()
         assert (fresh.bytes_up, fresh.bytes_down) == (steady.bytes_up, steady.bytes_down)

@@ -18,7 +18,7 @@ from fedbench.contract.algorithm import Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.errors import UsageError
 from fedbench.evaluation.metrics import ranking_metrics
-from fedbench.experiment import checkpoint, run
+from fedbench.experiment import checkpoint, run, run_state
 from fedbench.experiment.summary import Best
 from fedbench.parts.central import Central, Descent, Pool
 from fedbench.settings.config import RunConfig, resolve
@@ -177,10 +177,10 @@ def test_resumes_bit_for_bit(method: Central, tmp_path: Path) -> None:
     for federation in (steady, stopped):
         federation.next_round()
         federation.next_round()
-    run.save(tmp_path, stopped, Best(), RunConfig(algo=method.name, algorithm=method, dataset="synthetic"))
+    run_state.save(tmp_path, stopped, Best(), RunConfig(algo=method.name, algorithm=method, dataset="synthetic"))
     state = checkpoint.newest(tmp_path)
     assert state is not None
-    run.restore(state, fresh, Best())
+    run_state.restore(state, fresh, Best())
     assert steady.next_round().loss.equal(fresh.next_round().loss)
     assert_same(fresh.server, steady.server, 0)
 

@@ -19,7 +19,7 @@ from fedbench.contract.algorithm import Algorithm, Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.data.split import cohort_of, sample_round
 from fedbench.errors import UsageError
-from fedbench.experiment import checkpoint, run
+from fedbench.experiment import checkpoint, prepare
 from fedbench.settings.config import resolve
 from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.engine import Engine, Uploads
@@ -306,7 +306,7 @@ def test_a_diverging_run_names_round_and_quantity_and_keeps_the_state_before(
         assert state is None
         return
     config = resolve(words.split())
-    federation = Federation.start(config.algorithm, run.prepare(config.dataset, config.protocol, config.data)[0], 0)
+    federation = Federation.start(config.algorithm, prepare.prepare(config.dataset, config.protocol, config.data)[0], 0)
     federation.next_round()
     federation.next_round()
     assert state is not None and state.facts["round"] == 2

@@ -37,7 +37,7 @@ from fedbench.data.protocol import PRESETS
 from fedbench.data.sources import SourceFailed, read_member
 from fedbench.data.split import split
 from fedbench.errors import DataError, FedbenchError, UsageError
-from fedbench.experiment import checkpoint, run
+from fedbench.experiment import checkpoint, resume, run_state
 from fedbench.experiment.summary import Best
 from fedbench.settings import config
 from fedbench.simulation.federation import Federation
@@ -397,7 +397,7 @@ def saved() -> dict[str, bytes]:
     with TemporaryDirectory() as folder:
         for _ in range(2):
             federation.next_round()
-            run.save(Path(folder), federation, Best(), request)
+            run_state.save(Path(folder), federation, Best(), request)
         return {file.name: file.read_bytes() for file in (Path(folder) / "checkpoint").iterdir()}
 
 
@@ -425,11 +425,11 @@ def going_on(files: dict[str, bytes]) -> Federation | None:
             (folder / "checkpoint" / file).write_bytes(content)
         (folder / "config.json").write_text(json.dumps(request.to_dict()))
         (folder / "metrics.jsonl").write_text("".join(json.dumps({"round": number, "seconds": 0.1}) + "\n" for number in (1, 2)))
-        _, state = run.going_on(folder, request, parts)
+        _, state = resume.going_on(folder, request, parts)
         if state is None:
             return None
         federation = Federation.start(request.algorithm, parts, 0)
-        run.restore(state, federation, Best())
+        run_state.restore(state, federation, Best())
         return federation
 
 

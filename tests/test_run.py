@@ -18,7 +18,7 @@ from numba.core.event import install_listener, trigger_event
 
 from fedbench.commands import cli
 from fedbench.data import split
-from fedbench.experiment import checkpoint, run
+from fedbench.experiment import checkpoint, machine, prepare, run
 from fedbench.kernels import fused
 from fedbench.settings.config import resolve
 from fedbench.simulation.engine import Engine
@@ -119,7 +119,7 @@ def test_kernels_do_not_matter(tmp_path: Path) -> None:
 def test_a_run_says_once_that_it_compiles_kernels_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(run.log, "info", said.append)
-    with install_listener("numba:compile", run.Compiling()):
+    with install_listener("numba:compile", machine.Compiling()):
         for kernel, heard in ((split.permute, 0), (fused.train_rows, 1), (fused.train_neumf, 1)):
             with trigger_event("numba:compile", data={"dispatcher": kernel}):  # as numba does when it finds no compiled one
                 assert len(said) == heard
@@ -204,7 +204,7 @@ def test_refit_trains_again_with_validation_in_training(algo: str, tmp_path: Pat
     assert [line["round"] for line in lines] == list(range(1, refit["rounds"] + 1))
 
     config = resolve(words.split())
-    parts, _ = run.prepare(config.dataset, config.protocol, config.data)
+    parts, _ = prepare.prepare(config.dataset, config.protocol, config.data)
     federation = run.Federation.start(config.algorithm, parts.with_validation_in_training(), config.seed)
     for _ in range(refit["rounds"]):
         federation.next_round()

@@ -21,7 +21,7 @@ from fedbench.commands import cli
 from fedbench.contract.algorithm import Algorithm, World
 from fedbench.contract.randomness import Draw
 from fedbench.errors import FedbenchError
-from fedbench.experiment import checkpoint, kept_model, run, saved_model
+from fedbench.experiment import checkpoint, kept_model, run_state, saved_model
 from fedbench.experiment.summary import Best
 from fedbench.settings.config import RunConfig
 from fedbench.simulation import client_store as store_file
@@ -136,11 +136,11 @@ def test_a_checkpoint_of_one_fits_the_other(
     for _ in range(3):
         steady.next_round()
         stopped.next_round()
-    run.save(tmp_path, stopped, Best(), config)
+    run_state.save(tmp_path, stopped, Best(), config)
     stopped.next_round()  # the files go on, the checkpoint does not
     state = checkpoint.newest(tmp_path)
     assert state is not None
-    run.restore(state, fresh, Best())
+    run_state.restore(state, fresh, Best())
     for federation in (steady, fresh):
         federation.next_round()
     assert_equal(held(fresh), held(steady))
@@ -152,7 +152,7 @@ def test_a_checkpoint_has_only_those_that_took_part(tmp_path: Path) -> None:
     federation.next_round()
     picked = federation.state()["client/items"]
     assert isinstance(picked, Picked) and picked.shape == (7, federation.split.items, 8)
-    run.save(tmp_path, federation, Best(), RunConfig(algo="fedem", algorithm=FEDEM, dataset="synthetic"))
+    run_state.save(tmp_path, federation, Best(), RunConfig(algo="fedem", algorithm=FEDEM, dataset="synthetic"))
     saved = checkpoint.read(tmp_path, "round-1").tensors("cpu")
     assert torch.equal(saved["clients"], torch.from_numpy(np.flatnonzero(federation.visits)))
     assert torch.equal(saved["client/items"], federation.store.tensors["items"][saved["clients"]])

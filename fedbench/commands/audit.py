@@ -13,7 +13,7 @@ from fedbench.console import fitted
 from fedbench.data.split import Split, sample_round
 from fedbench.errors import UsageError
 from fedbench.evaluation.metrics import ranking_metrics
-from fedbench.experiment.run import prepare
+from fedbench.experiment.prepare import prepare
 from fedbench.settings import config
 from fedbench.simulation.federation import Federation
 from fedbench.text import say

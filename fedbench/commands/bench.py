@@ -27,7 +27,8 @@ from fedbench.data.split import Held, Samples, Split
 from fedbench.errors import UsageError
 from fedbench.evaluation.metrics import metrics_of
 from fedbench.experiment import processes
-from fedbench.experiment.run import check_cohort, choose_device, prepare, set_threads
+from fedbench.experiment.machine import choose_device, set_threads
+from fedbench.experiment.prepare import check_cohort, prepare
 from fedbench.experiment.summary import peak_rss_mb
 from fedbench.files import write_json
 from fedbench.kernels import fused

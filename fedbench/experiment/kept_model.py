@@ -10,13 +10,12 @@ import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedbench.contract.algorithm import Tensors
 from fedbench.experiment import checkpoint
+from fedbench.experiment.run_state import beginning, lent, state_facts, whole
 from fedbench.experiment.summary import Best, human
 from fedbench.settings.config import RunConfig
 from fedbench.simulation import workers
@@ -83,11 +82,6 @@ def copied(tensors: Mapping[str, Tensor | Picked], onto: Mapping[str, Tensor] | 
     return copies
 
 
-def beginning(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
-    """The tensors whose names begin so, without that beginning."""
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
 def reported_server(out: Path, federation: Federation, best: Best) -> tuple[int, Tensors]:
     """The server's state of the reported round, or of the last one if only that is left; and which it is."""
     if best.round == federation.round:
@@ -136,35 +130,3 @@ def write(
 
     size: int = workers.told(save, [*lent(state).values()])
     return size
-
-
-def state_facts(federation: Federation, config: RunConfig) -> dict[str, Any]:
-    """What a state belongs to."""
-    identity, split = config.identity(), federation.split
-    return {
-        "algo": identity["algo"],
-        "dataset": identity["dataset"],
-        "data_checksum": split.checksum,
-        "protocol_fingerprint": split.fingerprint,
-        "round": federation.round,
-        "kernel": config.kernel,
-    }
-
-
-def whole(state: Mapping[str, Tensor | Picked], federation: Federation) -> dict[str, Tensor | Picked]:
-    """The full state, gathered on the first rank. What is picked is streamed from the ranks that have it while it is written."""
-    if workers.count() == 1:
-        return dict(state)
-    mine = {name: value for name, value in state.items() if federation.is_own(name) and isinstance(value, Tensor)}
-    mail = [value for name, value in state.items() if federation.is_own(name) and name.startswith("server/")]
-    slot, own = state.get("server/slot"), federation.store.clients
-    if mail and isinstance(slot, Tensor):
-        before = sum(workers.exchanged(lambda: mail[0].shape[0])[: workers.number()])
-        mine["server/slot"] = torch.where(slot < 0, slot, slot + before)[own.start : own.stop]
-    gathered = workers.gathered(lambda: mine, federation.engine.device, first_only=True)
-    return {**state, **gathered, **workers.spread(lent(state))}
-
-
-def lent(state: Mapping[str, Tensor | Picked]) -> dict[str, Picked]:
-    """What the first rank reads piece by piece where other ranks have it."""
-    return {name: value for name, value in state.items() if isinstance(value, Picked)}

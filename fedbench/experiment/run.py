@@ -1,48 +1,35 @@
-"""One run: load, split, rounds, evaluate, choose a round, log."""
+"""One run, or several: load, split, train, evaluate, log."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import os
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import closing, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
-import numba
-import numpy as np
 import torch
-from numba.core.event import Event, Listener, install_listener
-from safetensors import SafetensorError
-from torch import Tensor
 from tqdm import tqdm
 
 from fedbench import trust
 from fedbench.console import fitted
-from fedbench.contract import registry
-from fedbench.contract.algorithm import Algorithm, Tensors
 from fedbench.contract.dataset import Interactions
-from fedbench.data.protocol import Protocol
-from fedbench.data.split import Split, split
+from fedbench.data.split import Split
 from fedbench.errors import DataError, FedbenchError, Interrupted, UsageError
-from fedbench.evaluation.metrics import metrics_of
 from fedbench.experiment import checkpoint, finished, folder, memory, processes
-from fedbench.experiment.kept_model import Aside, beginning, keep_model, lent, reported_server, state_facts, whole
-from fedbench.experiment.summary import Best, final_table, human, mean_table, over_runs, peak_rss_mb, per_client, refit_summary, summarise
+from fedbench.experiment.describe import describe, describe_store
+from fedbench.experiment.kept_model import keep_model, reported_server
+from fedbench.experiment.machine import choose_device, compiling_is_said, describe_cache, set_threads
+from fedbench.experiment.prepare import check_cohort, check_shared, prepare
+from fedbench.experiment.resume import choose_folder, going_on, how_to_go_on, new_folder, once_more
+from fedbench.experiment.run_state import restore, save, save_again, told_state
+from fedbench.experiment.summary import Best, final_table, mean_table, over_runs, peak_rss_mb, per_client, refit_summary, summarise
+from fedbench.experiment.training import refit, train
 from fedbench.files import write_json
-from fedbench.kernels import fused
 from fedbench.locks import claimed
-from fedbench.parts.central import Central
 from fedbench.settings.config import RunConfig, placed
-from fedbench.simulation import kernel_check, new_users, workers
-from fedbench.simulation.client_store import Disk
-from fedbench.simulation.exposure import exposure
+from fedbench.simulation import new_users, workers
 from fedbench.simulation.federation import Diverged, Federation, world_of
 from fedbench.simulation.probe import check_local_work
 from fedbench.text import say
@@ -52,9 +39,6 @@ from fedbench.tracking.run_log import NoLog, RunLog, plain, setup_logging
 from fedbench.tracking.sweep_parent import join
 
 log = logging.getLogger("fedbench")
-
-SELECT = {"val": "ndcg_10", "test": "hr_10"}
-"""the metric that chooses the reported round of a ranking; of ratings it is the RMSE"""
 
 
 def run_several(configs: Sequence[RunConfig], parent: Path | None, jobs: int = 1) -> dict[str, Any]:
@@ -137,28 +121,13 @@ def run(config: RunConfig) -> dict[str, Any]:
     if workers.anywhere(workers.restarted())[0]:
         config = once_more(config)
     out = Path(workers.told(lambda: str(choose_folder(config))))
-    with claimed(out) if workers.is_first() else nullcontext(), install_listener("numba:compile", Compiling()):
+    with claimed(out) if workers.is_first() else nullcontext(), compiling_is_said():
         if summary := workers.told(lambda: finished.find(out, config, parts)):
             if workers.is_first():
                 finished.say(out, config, summary, parts)
             return summary
         resume, state = told_state(lambda: going_on(out, config, parts))
         return carry_out(config, parts, dataset, device, out, resume, state)
-
-
-class Compiling(Listener):
-    """Says once that a kernel of local training is being compiled: the first round waits for it."""
-
-    said = False
-
-    def on_start(self, event: Event) -> None:
-        if not self.said and event.data["dispatcher"].py_func.__module__ == fused.__name__:
-            self.said = True
-            with tqdm.external_write_mode():  # the bar makes way for a line
-                log.info("compiling the kernels of this method for this machine: a minute or so, once; later runs find them")
-
-    def on_end(self, event: Event) -> None:
-        """Nothing to say: the round goes on."""
 
 
 def carry_out(
@@ -231,387 +200,3 @@ def carry_out(
     if run_log.link:
         say(f"charts  {run_log.link}")
     return summary
-
-
-def prepare(name: str, protocol: Protocol, options: Any) -> tuple[Split, Interactions]:
-    """Load a dataset and apply a protocol."""
-    ncf = protocol.split == "ncf" or protocol.candidates == "ncf"
-    data = registry.dataset(name)(dataclasses.replace(options, ncf=ncf))
-    return split(data, protocol), data
-
-
-def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig, out: Path) -> None:
-    """All rounds that are left."""
-    limit, unit = config.limit, config.budget
-    cadence = checkpoint.Cadence.of(config.checkpoint_every)
-    aside = Aside(federation, config, out)
-    parts, on = federation.split, federation.split.protocol.select_on
-    name, shown = ("rmse", "RMSE") if parts.held else ("hr_10", "HR@10")
-    spent, counts = federation.spent(unit), dict(federation.counts)
-    if federation.round and best.round == federation.round and spent < limit:
-        aside.put(federation, best)  # a checkpoint does not hold it twice
-    bar = tqdm(
-        total=limit,
-        initial=spent,
-        desc=config.algo,
-        unit=unit[:-1],
-        unit_scale=unit == "bytes",
-        disable=config.quiet or not workers.is_first(),
-        dynamic_ncols=True,
-    )
-    with bar, interrupts_between_rounds() as interrupted:
-        while spent < limit:
-            started = time.perf_counter()
-            result = federation.next_round()
-            before, spent = spent, federation.spent(unit)
-            if spent == 0 and len(result.loss):
-                raise UsageError(f"--budget {unit}: {config.algo} uses none, so no budget would end it; use --rounds")
-            line: dict[str, float] = {"round": federation.round}
-            if result.updates:
-                line["loss"] = float(result.loss.mean())
-            if federation.round % config.eval_every == 0 or spent >= limit:
-                outcome = federation.outcome()
-                scores = metrics_of(parts, outcome)
-                line |= {f"{part}/{key}": value for part, metrics in scores.items() for key, value in metrics.items()}
-                own = federation.store.clients
-                line |= exposure(result.uploads, federation.algorithm.tables, parts, config.seed, federation.round, own)
-                if on == "last":
-                    score, better = 0.0, spent >= limit
-                else:
-                    # a later round wins a tie on test, as in the published code; on validation the earlier one stands
-                    score = -scores[on]["rmse"] if parts.held else scores[on][SELECT[on]]
-                    better = score > best.score or (on == "test" and score == best.score)
-                if workers.anywhere(better)[0]:
-                    best.round, best.score, best.outcome = federation.round, score, outcome
-                    if not parts.held:  # the next round may be better: if the model is small its full ranking can wait
-                        best.unranked = federation.frozen() or federation
-                        if best.unranked is federation:
-                            best.rank_all()
-                    if spent < limit:  # after the last round it is what the federation holds
-                        aside.put(federation, best)
-                bar.set_postfix_str(" ".join(f"{part} {shown} {scores[part][name]:.3f}" for part in scores), refresh=False)
-            line["seconds"] = time.perf_counter() - started
-            line |= {"bytes_up": federation.bytes_up, "bytes_down": federation.bytes_down}
-            line |= {"client_visits": int(federation.visits.sum())}
-            line |= counted(federation, counts)
-            counts = dict(federation.counts)
-            run_log.round(line)
-            bar.update(min(spent, limit) - before)
-            stop, due = workers.anywhere(interrupted(), cadence.due(federation.round))
-            if stop:
-                save(out, federation, best, config)
-                log.info("the state after round %d is saved", federation.round)
-                raise Interrupted(f"interrupted after round {federation.round}; {how_to_go_on(config, out)}")
-            if due and spent < limit:
-                started = time.perf_counter()
-                save(out, federation, best, config)
-                cadence.saved(time.perf_counter() - started)
-    best.rank_all()
-
-
-def counted(federation: Federation, before: dict[str, int]) -> dict[str, int]:
-    """How many clients failed in this round, in which way; nothing if none could and none did."""
-    now = {name: total - before[name] for name, total in federation.counts.items()}
-    return now if federation.failures.happen() or any(now.values()) else {}
-
-
-def refit(federation: Federation, rounds: int, run_log: RunLog, config: RunConfig, out: Path) -> dict[str, np.ndarray]:
-    """From scratch for the chosen number of rounds; returns test and full_test [U], looked at once, at the end.
-
-    The algorithm is as it was, so a schedule over all its rounds takes the course that led to the choice, and stops there.
-    """
-    quiet = config.quiet or not workers.is_first()
-    bar = tqdm(total=rounds, desc=f"{config.algo} refit", unit="round", disable=quiet, dynamic_ncols=True)
-    with bar, interrupts_between_rounds() as interrupted:
-        while federation.round < rounds:
-            started = time.perf_counter()
-            result = federation.next_round()
-            line: dict[str, float] = {"round": federation.round}
-            if result.updates:
-                line["loss"] = float(result.loss.mean())
-            run_log.refit_round({**line, "seconds": time.perf_counter() - started})
-            bar.update()
-            if workers.anywhere(interrupted())[0]:
-                again = "goes on, and begins the refit again"
-                raise Interrupted(f"interrupted after round {federation.round} of the refit; {how_to_go_on(config, out, again)}")
-    return {"test": federation.sampled_ranks()["test"], "full_test": federation.full_ranks()["test"]}
-
-
-def how_to_go_on(config: RunConfig, out: Path, what: str = "goes on") -> str:
-    """What to do after an interrupt: without --out the next run of the same command would be a new one."""
-    named = config.out is not None or config.resume not in ("auto", "never")
-    return f"the same command {what}" if named and config.resume != "never" else f"the same flags with --resume {out}: it {what}"
-
-
-@contextmanager
-def interrupts_between_rounds() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C waits for the end of the round: half a round's state could not be gone on with. A second one does not wait."""
-    asked = False
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-        # torchrun hands a Ctrl-C on that may have come from the terminal already, and does not wait for ever
-        signal.signal(signal.SIGINT, before if workers.count() == 1 else signal.SIG_IGN)
-
-    before = signal.getsignal(signal.SIGINT)
-    mine = threading.current_thread() is threading.main_thread() and before is signal.default_int_handler
-    if mine:
-        signal.signal(signal.SIGINT, ask)
-    try:
-        yield lambda: asked
-    finally:
-        if mine:
-            signal.signal(signal.SIGINT, before)
-
-
-def check_cohort(algorithm: Algorithm, parts: Split) -> None:
-    n, most = algorithm.clients_per_round, len(parts.trainers)
-    if n is not None and n > most:
-        raise UsageError(f"-n/--clients-per-round {n} is more than the {most} clients of this dataset and protocol; lower it")
-    algorithm.check(world_of(parts))
-
-
-def check_shared(algorithm: Algorithm) -> None:
-    """Refuse what ranks cannot share out."""
-    if isinstance(algorithm, Central):
-        raise UsageError(f"{algorithm.name} has all data in one place: there are no clients to share out; run it without torchrun")
-
-
-def set_threads(count: int) -> None:
-    most = os.cpu_count() or 1
-    if count > most:
-        raise UsageError(f"--threads {count}: this machine has {most} CPU threads; use at most that many")
-    torch.set_num_threads(count)
-    numba.set_num_threads(count)
-
-
-def choose_device(name: str) -> str:
-    """auto: a GPU if there is one."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    if kind == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if int(index or 0) >= count:
-            raise UsageError(
-                f"--device {name}: this machine has {count or 'no'} CUDA device{'s' if count > 1 else ''}; use --device cpu or auto"
-            )
-    if kind == "mps" and not torch.backends.mps.is_available():
-        raise UsageError("--device mps: this machine has no Apple GPU that torch can use; use --device cpu or auto")
-    return name
-
-
-def choose_folder(config: RunConfig) -> Path:
-    """The run's folder: the one to go on with, the one given, or a new one."""
-    if config.resume not in ("auto", "never"):
-        return Path(config.resume)
-    if config.out is not None:
-        return config.out
-    return new_folder(config)
-
-
-def new_folder(config: RunConfig) -> Path:
-    """runs/<dataset>/<algo>/<time>-<hash>, with a number behind if that is taken."""
-    place = folder_of_runs(config) / f"{time.strftime('%Y%m%d-%H%M%S')}-{config.hash8()}"
-    folder, again = place, 1
-    while folder.exists():
-        again += 1
-        folder = place.with_name(f"{place.name}-{again}")
-    return folder
-
-
-def once_more(config: RunConfig) -> RunConfig:
-    """The same after ranks were lost and started again: to go on, and without --out in the newest folder that has such a run unfinished."""
-    if config.resume not in ("auto", "never") or config.out:
-        return dataclasses.replace(config, resume="auto" if config.resume == "never" else config.resume)
-    begun = sorted(folder_of_runs(config).glob(f"*-{config.hash8()}*"))
-    last = begun[-1] if begun and not (begun[-1] / "summary.json").exists() else None
-    return dataclasses.replace(config, resume="auto", out=last)
-
-
-def folder_of_runs(config: RunConfig) -> Path:
-    return Path("runs") / Path(config.dataset).stem / Path(config.algo).stem
-
-
-def told_state(find: Callable[[], tuple[bool, checkpoint.State | None]]) -> tuple[bool, checkpoint.State | None]:
-    """What the first rank finds in the run's folder."""
-
-    def words() -> tuple[bool, tuple[str, dict[str, Any]] | None]:
-        resume, state = find()
-        return resume, (str(state.path), state.facts) if state else None
-
-    resume, state = workers.told(words)
-    return resume, checkpoint.State(Path(state[0]), state[1]) if state else None
-
-
-def going_on(out: Path, config: RunConfig, parts: Split) -> tuple[bool, checkpoint.State | None]:
-    """Whether a run that stopped in the folder goes on, and after which state (None: it begins again).
-
-    The state of another configuration, dataset or protocol is refused before anything in the folder is touched.
-    """
-    named = config.resume not in ("auto", "never")
-    if not (out / "config.json").exists():
-        if named:
-            raise UsageError(f"--resume {out}: no run and no checkpoint there; give the folder of a run that was interrupted")
-        finished.refuse_several(out)
-        return False, None
-    if config.resume == "never":
-        return False, None
-    here = config.to_dict()
-    if differs := finished.difference(out, config):
-        if not named and (out / "summary.json").exists():
-            raise UsageError(f"--out {out} already holds a run: {differs}; choose another folder")
-        refuse(out, f"{differs}; give the same flags")
-    if (out / "summary.json").exists():
-        refuse(out, f"{out / 'summary.json'} is no summary of a run; remove it, or start again with another --out")
-    state = checkpoint.newest(out)
-    if state is None:
-        if named and checkpoint.rounds(out):
-            raise UsageError(f"--resume {out}: no checkpoint there can be read; start again with another --out")
-        return True, None
-    for key, mine in (("algo", config.identity()["algo"]), ("dataset", config.identity()["dataset"])):
-        if state.facts.get(key) != mine:
-            refuse(out, f"the content of {here[key]} has changed since that run began; start again with another --out")
-    for key, mine in (("data_checksum", parts.checksum), ("protocol_fingerprint", parts.fingerprint)):
-        if state.facts.get(key) != mine:
-            words = key.replace("_", " ")
-            refuse(out, f"that run's {words} is {state.facts.get(key)}, here it is {mine}; use the data and the flags that it had")
-    if isinstance(config.algorithm, Central) and (kernel := state.facts.get("kernel", config.kernel)) != config.kernel:
-        # its optimizer's moments stay between rounds, and kernels keep them on another scale
-        refuse(out, f"that run has --kernel {kernel}, here it is {config.kernel}; a centralised method goes on with the same")
-    if isinstance(state.facts.get("round"), int):
-        folder.check_rounds(out, state.facts["round"])
-    return True, state
-
-
-def refuse(out: Path, why: str) -> NoReturn:
-    raise UsageError(f"--resume {out}: {why}")
-
-
-def describe(dataset: Interactions, parts: Split, config: RunConfig, device: str, out: Path) -> None:
-    """Say what is about to run."""
-    log.info("%s: %s users, %s items, %s interactions from %s (licence: %s)", dataset.name, f"{dataset.users:,}", f"{dataset.items:,}",
-             f"{len(dataset.user):,}", dataset.source, dataset.licence)  # fmt: skip
-    for note in dataset.notes:
-        log.info("%s: %s", dataset.name, note)
-    if dataset.merged_rows:
-        log.info("%d repeated (user, item) rows merged: the latest stands", dataset.merged_rows)
-    log.info("protocol %s [%s]: %s clients, %s items, split by %s", parts.protocol.name, parts.fingerprint, f"{parts.clients:,}",
-             f"{parts.items:,}", parts.protocol.split)  # fmt: skip
-    if parts.newcomers:
-        log.info("%s more clients are kept out of training, to be tested as new users", f"{parts.newcomers.clients:,}")
-    if parts.role is not None:
-        log.info("%s clients take part; %s are for validation and %s for test", *(f"{n:,}" for n in np.bincount(parts.role)))
-    if parts.protocol.eval_negatives < config.protocol.eval_negatives:
-        log.info("%d items are ranked beside the held-out one, not %d", parts.protocol.eval_negatives, config.protocol.eval_negatives)
-    if parts.protocol.leaky:
-        log.warning("LEAKY protocol: numbers of this run are inflated and labelled so; use --protocol clean for true ones")
-    if config.compile and config.kernel == "auto" and device == "cpu":
-        log.info("--compile concerns the generic path; where a fused kernel fits it runs instead (--kernel off takes the generic path)")
-    if config.kernel == "auto" and (note := kernel_check.note(config.algorithm, config.algo)):
-        log.warning(note)
-    log.info("%s, recipe %s, seed %d, on %s, into %s", config.algo, config.recipe, config.seed, device, out)
-
-
-def describe_cache() -> None:
-    """Say where compiled kernels are kept, if not beside their sources."""
-    beside, kernels = Path(__file__).parents[1] / "__pycache__", Path(os.environ["NUMBA_CACHE_DIR"])
-    if kernels.name.startswith("kernels-") and kernels.parent != beside:
-        log.info("compiled kernels are kept in %s, for %s cannot be written; NUMBA_CACHE_DIR names another folder", kernels, beside)
-
-
-def describe_store(federation: Federation) -> None:
-    """Say where clients' state lies, if not in memory."""
-    store = federation.store
-    if isinstance(store.room, Disk):
-        most = store.client_bytes * federation.split.clients
-        log.info(
-            "what clients keep is in a sparse file in %s, which goes when the run ends: %s if all take part", store.room.folder, human(most)
-        )
-
-
-def save(out: Path, federation: Federation, best: Best, config: RunConfig) -> None:
-    """The state after the last finished round."""
-    best.rank_all()
-    state = federation.state()
-    tensors = whole(state, federation)
-    tensors |= {f"best/{name}": torch.from_numpy(value) for name, value in best.outcome.items()}
-    if best.round != federation.round:
-        tensors |= {f"best_state/{name}": value for name, value in whole(best.state, federation).items()}
-    tensors["visits"] = torch.from_numpy(federation.visits)
-    facts = state_facts(federation, config) | {
-        "bytes_up": federation.bytes_up,
-        "bytes_down": federation.bytes_down,
-        "counts": federation.counts,
-        "best_round": best.round,
-        "best_score": best.score,
-    }
-    workers.told(lambda: checkpoint.save_round(out, federation.round, facts, tensors), [*lent(state).values()])
-
-
-def save_again(out: Path, federation: Federation, round_: int, best: Best, config: RunConfig) -> None:
-    """The last good state, which the round that diverged has overwritten: made again from the last checkpoint, or from the start."""
-    _, state = told_state(lambda: (True, checkpoint.newest(out)))
-    if state:
-        restore(state, federation, Best())
-    while federation.round < round_:
-        federation.next_round()
-    if round_:
-        save(out, federation, best, config)
-        log.warning("the state after round %d, the last good one, is in %s", round_, out / checkpoint.FOLDER)
-
-
-def restore(state: checkpoint.State, federation: Federation, best: Best) -> None:
-    """Go on from a saved state."""
-    facts = state.facts
-    try:
-        tensors = own_part(state, federation)
-        federation.set_state(tensors)
-        federation.round, federation.bytes_up, federation.bytes_down = (int(facts[key]) for key in ("round", "bytes_up", "bytes_down"))
-        federation.counts = dict(facts["counts"])
-        federation.visits = tensors["visits"].cpu().numpy().copy()
-        best.round, best.score = int(facts["best_round"]), float(facts["best_score"])
-        best.outcome = {name: value.cpu().numpy() for name, value in beginning(tensors, "best/").items()}
-        best.state = beginning(tensors, "best_state/")
-        if workers.count() > 1:
-            federation.store.room.forget(tensors.values())
-    except (SafetensorError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise FedbenchError(
-            f"{state.path} does not fit this run ({' '.join(str(error).split())}); start again with another --out"
-        ) from None
-    log.info("going on after round %d", federation.round)
-
-
-def own_part(state: checkpoint.State, federation: Federation) -> Mapping[str, Tensor]:
-    """The tensors of a state, of what clients hold and are sent that of this rank's clients: the first rank reads, and deals them out."""
-    device, own, room = federation.engine.device, federation.store.clients, federation.store.room
-    tensors = state.tensors(device) if workers.is_first() else {}
-    if workers.count() == 1:
-        return tensors
-    names = workers.told(lambda: list(tensors))
-    found: Tensors = {}
-    rows = own
-    if "clients" in names:  # those alone that have taken part
-        clients = workers.dealt(lambda: tensors["clients"], device)
-        rows = range(*torch.searchsorted(clients, torch.tensor([own.start, own.stop], device=device)).tolist())
-        found["clients"] = clients[rows.start : rows.stop]
-    for server in ("server/", "best_state/server/"):
-        mail = [f"{server}{name}" for name in federation.algorithm.mailed if f"{server}{name}" in names]
-        if mail:
-            slots = workers.dealt(partial(tensors.__getitem__, f"{server}slot"), device)
-            letters, found[f"{server}slot"] = own_mail(slots, own)
-            found |= {name: workers.dealt(partial(tensors.__getitem__, name), device, letters.tolist(), room) for name in mail}
-    for name in names:
-        if name not in found:
-            theirs = name.startswith(("client/", "best_state/client/"))
-            found[name] = workers.dealt(partial(tensors.__getitem__, name), device, rows if theirs else None, room)
-    return found
-
-
-def own_mail(slot: Tensor, own: range) -> tuple[Tensor, Tensor]:
-    """The rows of what is mailed that some of the clients `own` are sent, and `slot` [U] for these rows and clients alone."""
-    mine, has = torch.full_like(slot, -1), torch.zeros_like(slot, dtype=torch.bool)
-    has[own.start : own.stop] = slot[own.start : own.stop] >= 0
-    rows, mine[has] = slot[has].unique(return_inverse=True)
-    return rows, mine

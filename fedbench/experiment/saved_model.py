@@ -29,8 +29,8 @@ from fedbench.data.split import NO_ITEMS, Split, sample_round
 from fedbench.errors import DataError, UsageError
 from fedbench.evaluation.metrics import Evaluator, trained_items
 from fedbench.experiment import checkpoint
-from fedbench.experiment.kept_model import beginning
-from fedbench.experiment.run import prepare
+from fedbench.experiment.prepare import prepare
+from fedbench.experiment.run_state import beginning
 from fedbench.files import read_json, write_json
 from fedbench.settings import config
 from fedbench.settings.config import RunConfig

@@ -102,7 +102,8 @@ def _try(config: RunConfig, started: float) -> Trial:
     import torch
 
     from fedbench.commands import bench
-    from fedbench.experiment.run import check_cohort, choose_device, prepare, set_threads
+    from fedbench.experiment.machine import choose_device, set_threads
+    from fedbench.experiment.prepare import check_cohort, prepare
     from fedbench.simulation.federation import Federation
 
     set_threads(config.threads or 1)

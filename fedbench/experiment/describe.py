@@ -1,0 +1,53 @@
+"""What the log says before training starts."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+
+from fedbench.contract.dataset import Interactions
+from fedbench.data.split import Split
+from fedbench.experiment.summary import human
+from fedbench.settings.config import RunConfig
+from fedbench.simulation import kernel_check
+from fedbench.simulation.client_store import Disk
+from fedbench.simulation.federation import Federation
+
+log = logging.getLogger("fedbench")
+
+
+def describe(dataset: Interactions, parts: Split, config: RunConfig, device: str, out: Path) -> None:
+    """Say what is about to run."""
+    log.info("%s: %s users, %s items, %s interactions from %s (licence: %s)", dataset.name, f"{dataset.users:,}", f"{dataset.items:,}",
+             f"{len(dataset.user):,}", dataset.source, dataset.licence)  # fmt: skip
+    for note in dataset.notes:
+        log.info("%s: %s", dataset.name, note)
+    if dataset.merged_rows:
+        log.info("%d repeated (user, item) rows merged: the latest stands", dataset.merged_rows)
+    log.info("protocol %s [%s]: %s clients, %s items, split by %s", parts.protocol.name, parts.fingerprint, f"{parts.clients:,}",
+             f"{parts.items:,}", parts.protocol.split)  # fmt: skip
+    if parts.newcomers:
+        log.info("%s more clients are kept out of training, to be tested as new users", f"{parts.newcomers.clients:,}")
+    if parts.role is not None:
+        log.info("%s clients take part; %s are for validation and %s for test", *(f"{n:,}" for n in np.bincount(parts.role)))
+    if parts.protocol.eval_negatives < config.protocol.eval_negatives:
+        log.info("%d items are ranked beside the held-out one, not %d", parts.protocol.eval_negatives, config.protocol.eval_negatives)
+    if parts.protocol.leaky:
+        log.warning("LEAKY protocol: numbers of this run are inflated and labelled so; use --protocol clean for true ones")
+    if config.compile and config.kernel == "auto" and device == "cpu":
+        log.info("--compile concerns the generic path; where a fused kernel fits it runs instead (--kernel off takes the generic path)")
+    if config.kernel == "auto" and (note := kernel_check.note(config.algorithm, config.algo)):
+        log.warning(note)
+    log.info("%s, recipe %s, seed %d, on %s, into %s", config.algo, config.recipe, config.seed, device, out)
+
+
+def describe_store(federation: Federation) -> None:
+    """Say where clients' state lies, if not in memory."""
+    store = federation.store
+    if isinstance(store.room, Disk):
+        most = store.client_bytes * federation.split.clients
+        log.info(
+            "what clients keep is in a sparse file in %s, which goes when the run ends: %s if all take part", store.room.folder, human(most)
+        )

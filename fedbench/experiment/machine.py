@@ -1,0 +1,70 @@
+"""What a run computes on: device, threads, and the cache of compiled kernels."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import cast
+
+import numba
+import torch
+from numba.core.event import Event, Listener, install_listener
+from tqdm import tqdm
+
+from fedbench.errors import UsageError
+from fedbench.kernels import fused
+
+log = logging.getLogger("fedbench")
+
+
+def choose_device(name: str) -> str:
+    """auto: a GPU if there is one."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if int(index or 0) >= count:
+            raise UsageError(
+                f"--device {name}: this machine has {count or 'no'} CUDA device{'s' if count > 1 else ''}; use --device cpu or auto"
+            )
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise UsageError("--device mps: this machine has no Apple GPU that torch can use; use --device cpu or auto")
+    return name
+
+
+def set_threads(count: int) -> None:
+    most = os.cpu_count() or 1
+    if count > most:
+        raise UsageError(f"--threads {count}: this machine has {most} CPU threads; use at most that many")
+    torch.set_num_threads(count)
+    numba.set_num_threads(count)
+
+
+def describe_cache() -> None:
+    """Say where compiled kernels are kept, if not beside their sources."""
+    beside, kernels = Path(__file__).parents[1] / "__pycache__", Path(os.environ["NUMBA_CACHE_DIR"])
+    if kernels.name.startswith("kernels-") and kernels.parent != beside:
+        log.info("compiled kernels are kept in %s, for %s cannot be written; NUMBA_CACHE_DIR names another folder", kernels, beside)
+
+
+class Compiling(Listener):
+    """Says once that a kernel of local training is being compiled: the first round waits for it."""
+
+    said = False
+
+    def on_start(self, event: Event) -> None:
+        if not self.said and event.data["dispatcher"].py_func.__module__ == fused.__name__:
+            self.said = True
+            with tqdm.external_write_mode():  # the bar makes way for a line
+                log.info("compiling the kernels of this method for this machine: a minute or so, once; later runs find them")
+
+    def on_end(self, event: Event) -> None:
+        """Nothing to say: the round goes on."""
+
+
+def compiling_is_said() -> AbstractContextManager[None]:
+    """While it is entered, the first kernel that is compiled is said in the log."""
+    return cast("AbstractContextManager[None]", install_listener("numba:compile", Compiling()))

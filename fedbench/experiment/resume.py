@@ -1,0 +1,96 @@
+"""Where a run lives and where it resumes: its folder, and the checkpoint that it continues from."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from fedbench.data.split import Split
+from fedbench.errors import UsageError
+from fedbench.experiment import checkpoint, finished, folder
+from fedbench.parts.central import Central
+from fedbench.settings.config import RunConfig
+
+
+def choose_folder(config: RunConfig) -> Path:
+    """The run's folder: the one to go on with, the one given, or a new one."""
+    if config.resume not in ("auto", "never"):
+        return Path(config.resume)
+    if config.out is not None:
+        return config.out
+    return new_folder(config)
+
+
+def new_folder(config: RunConfig) -> Path:
+    """runs/<dataset>/<algo>/<time>-<hash>, with a number behind if that is taken."""
+    place = folder_of_runs(config) / f"{time.strftime('%Y%m%d-%H%M%S')}-{config.hash8()}"
+    folder, again = place, 1
+    while folder.exists():
+        again += 1
+        folder = place.with_name(f"{place.name}-{again}")
+    return folder
+
+
+def folder_of_runs(config: RunConfig) -> Path:
+    return Path("runs") / Path(config.dataset).stem / Path(config.algo).stem
+
+
+def once_more(config: RunConfig) -> RunConfig:
+    """The same after ranks were lost and started again: to go on, and without --out in the newest folder that has such a run unfinished."""
+    if config.resume not in ("auto", "never") or config.out:
+        return dataclasses.replace(config, resume="auto" if config.resume == "never" else config.resume)
+    begun = sorted(folder_of_runs(config).glob(f"*-{config.hash8()}*"))
+    last = begun[-1] if begun and not (begun[-1] / "summary.json").exists() else None
+    return dataclasses.replace(config, resume="auto", out=last)
+
+
+def going_on(out: Path, config: RunConfig, parts: Split) -> tuple[bool, checkpoint.State | None]:
+    """Whether a run that stopped in the folder goes on, and after which state (None: it begins again).
+
+    The state of another configuration, dataset or protocol is refused before anything in the folder is touched.
+    """
+    named = config.resume not in ("auto", "never")
+    if not (out / "config.json").exists():
+        if named:
+            raise UsageError(f"--resume {out}: no run and no checkpoint there; give the folder of a run that was interrupted")
+        finished.refuse_several(out)
+        return False, None
+    if config.resume == "never":
+        return False, None
+    here = config.to_dict()
+    if differs := finished.difference(out, config):
+        if not named and (out / "summary.json").exists():
+            raise UsageError(f"--out {out} already holds a run: {differs}; choose another folder")
+        refuse(out, f"{differs}; give the same flags")
+    if (out / "summary.json").exists():
+        refuse(out, f"{out / 'summary.json'} is no summary of a run; remove it, or start again with another --out")
+    state = checkpoint.newest(out)
+    if state is None:
+        if named and checkpoint.rounds(out):
+            raise UsageError(f"--resume {out}: no checkpoint there can be read; start again with another --out")
+        return True, None
+    for key, mine in (("algo", config.identity()["algo"]), ("dataset", config.identity()["dataset"])):
+        if state.facts.get(key) != mine:
+            refuse(out, f"the content of {here[key]} has changed since that run began; start again with another --out")
+    for key, mine in (("data_checksum", parts.checksum), ("protocol_fingerprint", parts.fingerprint)):
+        if state.facts.get(key) != mine:
+            words = key.replace("_", " ")
+            refuse(out, f"that run's {words} is {state.facts.get(key)}, here it is {mine}; use the data and the flags that it had")
+    if isinstance(config.algorithm, Central) and (kernel := state.facts.get("kernel", config.kernel)) != config.kernel:
+        # its optimizer's moments stay between rounds, and kernels keep them on another scale
+        refuse(out, f"that run has --kernel {kernel}, here it is {config.kernel}; a centralised method goes on with the same")
+    if isinstance(state.facts.get("round"), int):
+        folder.check_rounds(out, state.facts["round"])
+    return True, state
+
+
+def refuse(out: Path, why: str) -> NoReturn:
+    raise UsageError(f"--resume {out}: {why}")
+
+
+def how_to_go_on(config: RunConfig, out: Path, what: str = "goes on") -> str:
+    """What to do after an interrupt: without --out the next run of the same command would be a new one."""
+    named = config.out is not None or config.resume not in ("auto", "never")
+    return f"the same command {what}" if named and config.resume != "never" else f"the same flags with --resume {out}: it {what}"
