@@ -21,10 +21,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 
-from datasets.rows import assemble_coded
 from fedbench import files, text
 from fedbench.contract.dataset import DatasetOptions, Interactions
 from fedbench.errors import DataError
+
+from .rows import assemble_coded
 
 
 class Form(NamedTuple):

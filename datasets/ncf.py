@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from datasets.rows import RowFormat, assemble_coded
 from fedbench.contract.dataset import Interactions
 from fedbench.data.sources import Fetched
 from fedbench.errors import DataError
+
+from .rows import RowFormat, assemble_coded
 
 REPOSITORY = "https://raw.githubusercontent.com/hexiangnan/neural_collaborative_filtering/4aab159e81c44b062c091bdaed0ab54ac632371f/Data"
 ROWS = RowFormat("\t", (("user", int), ("item", int), ("rating", float), ("time", int)))

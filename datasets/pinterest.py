@@ -5,10 +5,11 @@ Only the NCF paper's files exist. A folder may hold a subset of them, the first 
 
 from __future__ import annotations
 
-from datasets.ncf import REPOSITORY, ROWS, check_negatives, read_ncf
 from fedbench.contract.dataset import DatasetOptions, Interactions
 from fedbench.contract.registry import register_dataset
 from fedbench.data.sources import DataFile, Web, obtain
+
+from .ncf import REPOSITORY, ROWS, check_negatives, read_ncf
 
 TRAIN = DataFile(
     "pinterest-20.train.rating",

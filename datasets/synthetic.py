@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numba import njit, prange
 
-from datasets.rows import assemble
 from fedbench.contract.dataset import DatasetOptions, Interactions
 from fedbench.contract.randomness import Draw, keys, unit
 from fedbench.contract.registry import register_dataset
@@ -18,6 +17,8 @@ from fedbench.data.sources import cache_folder
 from fedbench.errors import UsageError
 from fedbench.locks import alone
 from fedbench.simulation.client_store import free_memory
+
+from .rows import assemble
 
 RANK = 6
 TASTE = 3.0

@@ -9,6 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from fedbench import old_names
+
 __version__ = "0.1.0"
 
 # Here, because every command comes by before it meets a line that an older Python cannot read.
@@ -18,20 +20,27 @@ if sys.version_info < (3, 11):  # noqa: UP036
     print(f"fedbench: error: Python 3.11 or newer is needed, {found}: {todo}", file=sys.stderr)
     sys.exit(2)
 
+HERE = Path(__file__).parent
+CHECKOUT = None if (HERE / "algorithms").is_dir() else HERE.parent
+"""the folder that has `algorithms` and `datasets` beside this package; None if it is installed, for then they are inside"""
+if CHECKOUT is not None:
+    __path__.append(str(CHECKOUT))
+old_names.install()
+
 
 def compiled_kernels() -> Path:
     """Where compiled kernels are kept: a folder for these very sources, beside them or, where nothing can be written there, elsewhere.
 
     By itself numba looks at the file of a kernel alone: it would go on with one that calls what has changed in another file.
     """
-    here, sources = Path(__file__).parent, hashlib.sha256()
-    for file in sorted([*here.rglob("*.py"), *here.parent.glob("datasets/*.py")]):
+    sources = hashlib.sha256()
+    for file in sorted([*HERE.rglob("*.py"), *(CHECKOUT.glob("datasets/*.py") if CHECKOUT else ())]):
         text = file.read_bytes()
         if b"numba" in text:
             sources.update(text)
     name = f"kernels-{sources.hexdigest()[:16]}"
     user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    for place in (here / "__pycache__" / name, Path(user) / "fedbench" / name):
+    for place in (HERE / "__pycache__" / name, Path(user) / "fedbench" / name):
         if _is_usable(place):
             return place
     return _own_temporary_folder() / name

@@ -29,7 +29,7 @@ import matplotlib as mpl
 import torch
 from torch import Tensor
 
-from algorithms.fedem import FedEM
+from fedbench.algorithms.fedem import FedEM
 from fedbench.contract.algorithm import Answer
 from fedbench.data.split import Split
 from fedbench.evaluation.metrics import ranking_metrics, ranks_among

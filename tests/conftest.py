@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-from datasets.synthetic import load
 from fedbench.contract.dataset import DatasetOptions
 from fedbench.data.protocol import PRESETS
 from fedbench.data.split import Samples, Split, split
+from fedbench.datasets.synthetic import load
 
 
 @cache

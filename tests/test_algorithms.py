@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from algorithms.fedavg_ncf import FedAvgNCF
-from algorithms.fedem import FedEM
-from algorithms.fedmf import FedMF
-from algorithms.fedrec_mf import FedRecMF
-from algorithms.fedrecon import FedRecon
-from algorithms.local import Local
-from algorithms.popularity import Popularity
-from algorithms.random_scores import Random
+from fedbench.algorithms.fedavg_ncf import FedAvgNCF
+from fedbench.algorithms.fedem import FedEM
+from fedbench.algorithms.fedmf import FedMF
+from fedbench.algorithms.fedrec_mf import FedRecMF
+from fedbench.algorithms.fedrecon import FedRecon
+from fedbench.algorithms.local import Local
+from fedbench.algorithms.popularity import Popularity
+from fedbench.algorithms.random_scores import Random
 from fedbench.contract.algorithm import Algorithm, Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.data.split import Samples, Split, cohort_of, sample_round

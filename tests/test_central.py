@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from algorithms.central_als import CentralALS
-from algorithms.central_mf import CentralMF
-from algorithms.central_ncf import CentralNCF
+from fedbench.algorithms.central_als import CentralALS
+from fedbench.algorithms.central_mf import CentralMF
+from fedbench.algorithms.central_ncf import CentralNCF
 from fedbench.commands import cli
 from fedbench.contract.algorithm import Tensors, World
 from fedbench.contract.randomness import Draw
@@ -156,7 +156,7 @@ def test_als_equals_normal_equations_by_loops() -> None:
 def test_als_solves_the_same_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, pieces = start(ALS), start(ALS)
     whole.next_round()
-    monkeypatch.setattr("algorithms.central_als.ROWS", 20)
+    monkeypatch.setattr("fedbench.algorithms.central_als.ROWS", 20)
     pieces.next_round()
     assert_same(pieces.server, whole.server, 1e-12)
 

@@ -25,12 +25,12 @@ import requests
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from datasets import filmtrust, lastfm_2k, ml_1m, ml_100k, ncf, pinterest, synthetic
-from datasets.csv_file import load_csv
-from datasets.rows import RowFormat, TitleFormat, assemble, latest_rows
 from fedbench.contract.dataset import DatasetOptions, Interactions
 from fedbench.data import sources
 from fedbench.data.sources import DataFile, Package, SourceFailed, Web, obtain, read_member
+from fedbench.datasets import filmtrust, lastfm_2k, ml_1m, ml_100k, ncf, pinterest, synthetic
+from fedbench.datasets.csv_file import load_csv
+from fedbench.datasets.rows import RowFormat, TitleFormat, assemble, latest_rows
 from fedbench.errors import DataError, UsageError
 from tests.real_data import REAL, needs, real
 

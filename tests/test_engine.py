@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from algorithms.fedavg_ncf import FedAvgNCF
-from algorithms.fedem import FedEM
-from algorithms.fedmf import FedMF
-from algorithms.local import Local
+from fedbench.algorithms.fedavg_ncf import FedAvgNCF
+from fedbench.algorithms.fedem import FedEM
+from fedbench.algorithms.fedmf import FedMF
+from fedbench.algorithms.local import Local
 from fedbench.contract.algorithm import Algorithm, Answer, Batch, Phase, Tensors, World
 from fedbench.contract.randomness import Draw, keys
 from fedbench.data.split import Samples, orders, sample_round

@@ -11,18 +11,18 @@ import torch
 from ir_measures import RR, R, Success, nDCG
 from sklearn.metrics import mean_absolute_error, mean_squared_error, ndcg_score
 
-from algorithms.central_als import CentralALS
-from algorithms.central_mf import CentralMF
-from algorithms.central_ncf import CentralNCF
-from algorithms.fedavg_ncf import FedAvgNCF
-from algorithms.fedem import FedEM
-from algorithms.fedmf import FedMF
-from algorithms.popularity import Popularity
-from datasets.synthetic import load
+from fedbench.algorithms.central_als import CentralALS
+from fedbench.algorithms.central_mf import CentralMF
+from fedbench.algorithms.central_ncf import CentralNCF
+from fedbench.algorithms.fedavg_ncf import FedAvgNCF
+from fedbench.algorithms.fedem import FedEM
+from fedbench.algorithms.fedmf import FedMF
+from fedbench.algorithms.popularity import Popularity
 from fedbench.contract.algorithm import Algorithm, Answer
 from fedbench.contract.dataset import DatasetOptions
 from fedbench.data.protocol import PRESETS, Protocol
 from fedbench.data.split import Split, split
+from fedbench.datasets.synthetic import load
 from fedbench.evaluation import metrics
 from fedbench.evaluation.metrics import KS, chance_metrics, popularity_ranks, ranking_metrics, ranks_among, rating_metrics, spread
 from fedbench.simulation.federation import Federation

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.fedmf import FedMF
-from algorithms.local import Local
+from fedbench.algorithms.fedmf import FedMF
+from fedbench.algorithms.local import Local
 from fedbench.commands import cli
 from fedbench.contract.algorithm import Algorithm, Tensors, World
 from fedbench.contract.randomness import Draw
@@ -282,7 +282,7 @@ def test_without_failures_nothing_is_said_of_them(tmp_path: Path) -> None:
 
 GROWING = """
 from dataclasses import dataclass
-from algorithms.fedmf import FedMF
+from fedbench.algorithms.fedmf import FedMF
 
 @dataclass(frozen=True)
 class Growing(FedMF):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from algorithms.fedavg_ncf import FedAvgNCF
+from fedbench.algorithms.fedavg_ncf import FedAvgNCF
 from fedbench.contract.algorithm import Tensors
 from fedbench.contract.randomness import keys
 from fedbench.data.split import Samples, Split, cohort_of, orders, sample_round

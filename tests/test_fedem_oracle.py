@@ -15,7 +15,7 @@ from scipy.spatial.distance import cdist
 from sklearn.decomposition import PCA
 from torch import Tensor, nn
 
-from algorithms.fedem import FedEM
+from fedbench.algorithms.fedem import FedEM
 from fedbench.contract.randomness import Draw, keys
 from fedbench.data.split import Samples, Split, cohort_of, orders, sample_round
 from fedbench.evaluation.metrics import ranking_metrics

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.fedrec_mf import FedRecMF
+from fedbench.algorithms.fedrec_mf import FedRecMF
 from fedbench.data.split import Samples, Split
 from fedbench.errors import UsageError
 from fedbench.settings.config import parse, resolve

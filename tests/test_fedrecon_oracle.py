@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.fedrecon import FedRecon
+from fedbench.algorithms.fedrecon import FedRecon
 from fedbench.contract.algorithm import World
 from fedbench.data.split import Split, cohort_of
 from fedbench.errors import UsageError

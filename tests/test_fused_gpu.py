@@ -15,9 +15,9 @@ from unittest import mock
 import pytest
 import torch
 
-from algorithms.fedem import FedEM
-from algorithms.fedmf import FedMF
-from algorithms.local import Local
+from fedbench.algorithms.fedem import FedEM
+from fedbench.algorithms.fedmf import FedMF
+from fedbench.algorithms.local import Local
 from fedbench.contract.algorithm import Algorithm
 from fedbench.simulation import engine
 from fedbench.simulation.federation import world_of

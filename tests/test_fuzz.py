@@ -28,7 +28,6 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, example, given, settings
 from hypothesis import strategies as st
 
-from datasets.csv_file import load_history
 from fedbench.__main__ import main as command
 from fedbench.commands import cli
 from fedbench.contract import registry
@@ -36,6 +35,7 @@ from fedbench.contract.dataset import DatasetOptions
 from fedbench.data.protocol import PRESETS
 from fedbench.data.sources import SourceFailed, read_member
 from fedbench.data.split import split
+from fedbench.datasets.csv_file import load_history
 from fedbench.errors import DataError, FedbenchError, UsageError
 from fedbench.experiment import checkpoint, resume, run_state
 from fedbench.experiment.summary import Best
@@ -346,7 +346,7 @@ import torch
 from fedbench.contract.algorithm import Algorithm
 from fedbench.contract.registry import register
 from fedbench.parts.server_optimizer import SharedModel
-from algorithms.fedmf import FedMF
+from fedbench.algorithms.fedmf import FedMF
 """
 plug_ins = st.lists(classes | statements, max_size=3).map(lambda parts: PREAMBLE + "\n".join(parts)) | st.text(max_size=40)
 

@@ -1,12 +1,17 @@
-"""`datasets` is also the name of a well-known package: from a checkout ours is meant, and nothing else breaks."""
+"""Names to import by: ours, those of before, and those of others, for `datasets` is also a well-known package."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from fedbench import old_names
 
 ROOT = Path(__file__).parents[1]
 
@@ -16,23 +21,74 @@ def run(code: str, cwd: Path, *path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_datasets_is_ours_even_beside_a_package_of_that_name(tmp_path: Path) -> None:
-    (tmp_path / "datasets").mkdir()
-    (tmp_path / "datasets" / "__init__.py").write_text("raise ImportError('the other one')")
-    done = run("import datasets, algorithms; print(datasets.__file__); print(algorithms.__file__)", ROOT, tmp_path)
-    assert done.stdout.split() == [str(ROOT / "datasets" / "__init__.py"), str(ROOT / "algorithms" / "__init__.py")], done.stderr
+def stand_in(place: Path, name: str) -> None:
+    """A package of others that has a name of our folders."""
+    (place / name).mkdir(parents=True)
+    (place / name / "__init__.py").write_text("from .deep import load_dataset\n")
+    (place / name / "deep.py").write_text("def load_dataset(): return 'theirs'\n")
+
+
+BOTH = """
+import datasets, algorithms, algorithms.deep
+print(datasets.load_dataset(), algorithms.deep.load_dataset())
+from fedbench.contract import registry
+from fedbench.algorithms.fedmf import FedMF
+assert registry.algorithms()["fedmf"] is FedMF
+print(*registry.datasets())
+print(datasets.load_dataset(), algorithms.load_dataset())
+"""
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_our_datasets_and_a_package_of_that_name_live_side_by_side(tmp_path: Path, first: bool) -> None:
+    stand_in(tmp_path, "datasets")
+    stand_in(tmp_path, "algorithms")
+    places = [tmp_path, ROOT] if first else [ROOT, tmp_path]
+    for code in (BOTH, "import fedbench.datasets.rows, fedbench.algorithms" + BOTH):
+        done = run(code, tmp_path / "datasets", *places)
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        assert done.stdout.splitlines() == ["theirs theirs", "filmtrust lastfm-2k ml-100k ml-1m pinterest synthetic", "theirs theirs"]
+
+
+def test_old_names_lead_to_the_modules_of_today() -> None:
+    code = """
+from algorithms.fedmf import FedMF
+import datasets.rows
+from fedbench.algorithm import Algorithm
+from fedbench.data import Interactions
+from fedbench import model, contract
+import fedbench.algorithms.fedmf, fedbench.datasets.rows
+from fedbench.contract import registry
+assert FedMF is fedbench.algorithms.fedmf.FedMF is registry.algorithms()["fedmf"] and issubclass(FedMF, Algorithm)
+assert datasets.rows is fedbench.datasets.rows and model.__name__ == "fedbench.experiment.saved_model"
+assert contract.algorithm.Algorithm is Algorithm and Interactions is contract.dataset.Interactions
+"""
+    done = run(code, ROOT)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    for old, new in old_names.MOVED.items():
+        assert importlib.util.find_spec(new) and old.startswith("fedbench."), old
+
+
+def test_a_plug_in_of_before_still_runs(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from algorithms.fedmf import FedMF\nfrom fedbench.registry import register\n"
+        "@register('mine', summary='as it was')\nclass Mine(FedMF):\n    pass\n"
+    )
+    words = ["--algo", str(tmp_path / "mine.py"), "--dataset", "synthetic", "--print-config"]
+    done = subprocess.run([sys.executable, str(ROOT / "train.py"), *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
 def test_torch_and_mlflow_work_from_a_checkout() -> None:
     code = """
-import datasets, torch, mlflow
+import fedbench.datasets, torch, mlflow
 import mlflow.data, mlflow.tracking, mlflow.pytorch, sklearn.datasets
 from mlflow.data.dataset_source_registry import resolve_dataset_source
 import numpy
 torch.func.vmap(torch.func.grad(lambda x: (x**2).sum()))(torch.ones(2, 3))
 dataset = mlflow.data.from_numpy(numpy.ones((2, 2)))
 assert dataset.profile["features_shape"] == (2, 2)
-print(datasets.__file__)
+print(fedbench.datasets.__file__)
 """
     done = run(code, ROOT, ROOT)
     assert done.returncode == 0, done.stderr

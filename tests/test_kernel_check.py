@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from algorithms.central_als import CentralALS
-from algorithms.central_mf import CentralMF
-from algorithms.central_ncf import CentralNCF
-from algorithms.fedavg_ncf import FedAvgNCF
-from algorithms.fedem import FedEM
-from algorithms.fedmf import FedMF
-from algorithms.fedrec_mf import FedRecMF
-from algorithms.fedrecon import FedRecon
-from algorithms.local import Local
+from fedbench.algorithms.central_als import CentralALS
+from fedbench.algorithms.central_mf import CentralMF
+from fedbench.algorithms.central_ncf import CentralNCF
+from fedbench.algorithms.fedavg_ncf import FedAvgNCF
+from fedbench.algorithms.fedem import FedEM
+from fedbench.algorithms.fedmf import FedMF
+from fedbench.algorithms.fedrec_mf import FedRecMF
+from fedbench.algorithms.fedrecon import FedRecon
+from fedbench.algorithms.local import Local
 from fedbench.commands import cli
 from fedbench.contract.algorithm import Algorithm, Answer, Batch, Phase, Stage, Tensors, World, check_stages
 from fedbench.contract.randomness import Draw
@@ -49,7 +49,7 @@ BUILT_IN: dict[str, Algorithm] = {
 """every built-in with a kernel"""
 PLUG_IN = """
 from dataclasses import dataclass
-from algorithms.fedmf import FedMF
+from fedbench.algorithms.fedmf import FedMF
 from fedbench.contract.algorithm import Phase
 
 @dataclass(frozen=True)

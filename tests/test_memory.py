@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from datasets import synthetic
 from fedbench.commands import cli
 from fedbench.contract.registry import algorithms
+from fedbench.datasets import synthetic
 from fedbench.experiment import memory
 from fedbench.settings.config import parse
 from fedbench.simulation.federation import world_of

@@ -12,22 +12,22 @@ import pandas as pd
 import pytest
 import torch
 
-from algorithms.central_mf import CentralMF
-from algorithms.fedavg_ncf import FedAvgNCF
-from algorithms.fedem import FedEM
-from algorithms.fedmf import FedMF
-from algorithms.fedrec_mf import FedRecMF
-from algorithms.fedrecon import FedRecon
-from algorithms.local import Local
-from algorithms.popularity import Popularity
-from algorithms.random_scores import Random
-from datasets.synthetic import load
 from fedbench.__main__ import main
+from fedbench.algorithms.central_mf import CentralMF
+from fedbench.algorithms.fedavg_ncf import FedAvgNCF
+from fedbench.algorithms.fedem import FedEM
+from fedbench.algorithms.fedmf import FedMF
+from fedbench.algorithms.fedrec_mf import FedRecMF
+from fedbench.algorithms.fedrecon import FedRecon
+from fedbench.algorithms.local import Local
+from fedbench.algorithms.popularity import Popularity
+from fedbench.algorithms.random_scores import Random
 from fedbench.contract.algorithm import Algorithm
 from fedbench.contract.dataset import DatasetOptions
 from fedbench.contract.randomness import Draw
 from fedbench.data.protocol import Protocol
 from fedbench.data.split import Split, sample_round, split
+from fedbench.datasets.synthetic import load
 from fedbench.errors import DataError, UsageError
 from fedbench.evaluation.metrics import client_metrics, new_item_metrics, popularity_ranks
 from fedbench.experiment import saved_model

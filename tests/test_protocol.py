@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from datasets.synthetic import load
 from fedbench.contract.dataset import DatasetOptions, Interactions
 from fedbench.data.protocol import CHOICES, PRESETS, Protocol
+from fedbench.datasets.synthetic import load
 from fedbench.errors import UsageError
 
 CLEAN: dict[str, Any] = {"name": "clean", "split": "auto", "ties": "hash", "train_negatives": "clean", "select_on": "val",

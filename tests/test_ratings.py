@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from datasets.synthetic import load
 from fedbench.commands import cli
 from fedbench.contract.algorithm import Algorithm, Answer, Batch, Extra, Stage, Tensors, World
 from fedbench.contract.dataset import DatasetOptions, Interactions
 from fedbench.contract.randomness import Draw
 from fedbench.data.protocol import Protocol
 from fedbench.data.split import TEST, TRAIN, VAL, Split, in_query_half, sample_round, split
+from fedbench.datasets.synthetic import load
 from fedbench.errors import DataError, UsageError
 from fedbench.evaluation.metrics import client_errors, metrics_of, rating_floors, rating_spread
 from fedbench.experiment.summary import mean_table, over_runs

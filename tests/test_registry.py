@@ -189,7 +189,7 @@ def test_a_plug_in_may_not_take_a_built_in_name(tmp_path: Path, monkeypatch: pyt
     points = f"[fedbench.algorithms]\n{taken} = plug_in_c:Small\n"
     installed(tmp_path, monkeypatch, "plug_in_c", PLUGIN.format(name="inner"), points)
     with caplog.at_level(logging.WARNING):
-        assert registry.algorithms()[taken].__module__.startswith("algorithms.")
+        assert registry.algorithms()[taken].__module__.startswith("fedbench.algorithms.")
     assert len(caplog.messages) == 1 and taken in caplog.messages[0] and "plug_in_c" in caplog.messages[0]
 
 

@@ -9,15 +9,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from algorithms.fedmf import FedMF
-from algorithms.fedrecon import FedRecon
-from datasets import synthetic
+from fedbench.algorithms.fedmf import FedMF
+from fedbench.algorithms.fedrecon import FedRecon
 from fedbench.commands import cli
 from fedbench.contract.algorithm import Algorithm
 from fedbench.contract.dataset import DatasetOptions, Interactions
 from fedbench.contract.randomness import keys
 from fedbench.data.protocol import Protocol
 from fedbench.data.split import Split, cohort_of, split
+from fedbench.datasets import synthetic
 from fedbench.evaluation.metrics import chance_metrics, popularity_ranks
 from fedbench.simulation.federation import Federation
 from tests.test_run import summary_of

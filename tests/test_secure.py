@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from algorithms.fedrecon import FedRecon
+from fedbench.algorithms.fedrecon import FedRecon
 from fedbench.contract.randomness import Draw
 from fedbench.errors import FedbenchError
 from fedbench.parts import secure_sum

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from algorithms.fedmf import FedMF
+from fedbench.algorithms.fedmf import FedMF
 from fedbench.contract.algorithm import Tensors
 from fedbench.errors import UsageError
 from fedbench.parts.mixing import Rows, mean_of_whole_tables

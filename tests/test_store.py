@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from algorithms.fedavg_ncf import FedAvgNCF
-from algorithms.fedem import FedEM
-from algorithms.fedmf import FedMF
-from algorithms.local import Local
+from fedbench.algorithms.fedavg_ncf import FedAvgNCF
+from fedbench.algorithms.fedem import FedEM
+from fedbench.algorithms.fedmf import FedMF
+from fedbench.algorithms.local import Local
 from fedbench.commands import cli
 from fedbench.contract.algorithm import Algorithm, World
 from fedbench.contract.randomness import Draw

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from datasets.csv_file import load_csv, load_history
-from datasets.rows import RowFormat
 from fedbench import text
 from fedbench.__main__ import main
 from fedbench.commands import cli
 from fedbench.contract.dataset import DatasetOptions
+from fedbench.datasets.csv_file import load_csv, load_history
+from fedbench.datasets.rows import RowFormat
 from fedbench.errors import DataError, UsageError
 from fedbench.reporting.page import Cell, Page, Section, Table
 from fedbench.settings import config

@@ -22,7 +22,7 @@ PLUG_IN = """
 from pathlib import Path
 with Path({mark!r}).open("a") as file:
     file.write("ran")
-from algorithms.popularity import Popularity
+from fedbench.algorithms.popularity import Popularity
 class Mine(Popularity):
     "Mine."
 """

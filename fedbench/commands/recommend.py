@@ -11,8 +11,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from datasets.csv_file import load_history
 from fedbench import files
+from fedbench.datasets.csv_file import load_history
 from fedbench.errors import DataError, UsageError
 from fedbench.experiment import saved_model
 from fedbench.experiment.saved_model import Model

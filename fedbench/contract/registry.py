@@ -97,7 +97,7 @@ def dataset(name_or_path: str) -> Loader:
         return _datasets[name].load
     if _is_dataset_file(name_or_path):
         path = Path(os.path.expanduser(name_or_path))
-        return lambda options: importlib.import_module("datasets.csv_file").load_csv(path, options)
+        return lambda options: importlib.import_module("fedbench.datasets.csv_file").load_csv(path, options)
     raise UsageError(f"--dataset {name_or_path}: no such dataset{_suggest(name_or_path, _datasets)}; a path to a .csv works too")
 
 
@@ -236,9 +236,9 @@ def _discover(package: str) -> None:
 
 @cache
 def _import_built_ins(package: str) -> None:
-    for module in pkgutil.iter_modules([str(Path(__file__).parents[2] / package)]):
+    for module in pkgutil.iter_modules(importlib.import_module(f"fedbench.{package}").__path__):
         with _left_out_if_broken(f"{package}/{module.name}.py"):
-            importlib.import_module(f"{package}.{module.name}")
+            importlib.import_module(f"fedbench.{package}.{module.name}")
 
 
 def _add_plug_in(package: str, point: EntryPoint) -> None:
