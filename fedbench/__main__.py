@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from fedbench import __version__
 from fedbench.commands.cli import guard, require_packages
 from fedbench.errors import UsageError
-from fedbench.settings.hints import nearest
-from fedbench.text import say
+from fedbench.text import nearest, say
 
 COMMANDS = {
     "train": ("fedbench.commands.cli:train", "one run, as train.py"),

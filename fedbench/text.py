@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import difflib
 import logging
 import math
 import os
 import re
 import sys
+from collections.abc import Iterable
 from typing import TextIO
 
 WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
@@ -51,6 +53,22 @@ def say(text: object = "", file: TextIO | None = None) -> None:
         print(shown(text, keep="\n\t"), file=file, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), (file or sys.stdout).fileno())
+
+
+def nearest(word: str, known: Iterable[str]) -> list[str]:
+    """Up to three of the known words that look like this one, best first."""
+    return difflib.get_close_matches(word.lower(), list(known), n=3, cutoff=0.6)
+
+
+def loose(word: str) -> str:
+    """A name without its capitals, hyphens and underscores: FedRec-MF and fedrec_mf are one, and so are ML-1M and ml_1m."""
+    return re.sub(r"[\s_-]", "", word.lower())
+
+
+def matching(word: str, known: Iterable[str]) -> str | None:
+    """The one known name that is this word but for capitals, hyphens and underscores."""
+    found = [name for name in known if loose(name) == loose(word)]
+    return found[0] if len(found) == 1 else None
 
 
 class Shown(logging.Filter):

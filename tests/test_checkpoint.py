@@ -12,7 +12,7 @@ import torch
 
 from fedbench.errors import FedbenchError, UsageError
 from fedbench.experiment import checkpoint
-from fedbench.experiment.checkpoint import Cadence
+from fedbench.settings.cadence import Cadence
 
 FACTS = {"round": 3, "config": "0a1b2c3d", "best_score": 0.1 + 0.2, "note": "µ"}
 

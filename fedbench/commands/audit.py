@@ -15,12 +15,11 @@ from fedbench.errors import UsageError
 from fedbench.evaluation.metrics import ranking_metrics
 from fedbench.experiment.prepare import prepare
 from fedbench.settings import config
+from fedbench.settings.naming import CANARIES
 from fedbench.simulation.federation import Federation
 from fedbench.text import say
 from fedbench.tracking.run_log import setup_logging
 
-CANARIES = ("random", "local")
-"""methods that cannot know the held-out item: every client scores at random, or learns alone with no server"""
 ROUNDS = 10
 """rounds of negatives that are drawn and counted, and that a canary trains; `--rounds` overrides"""
 CHOSEN = {"val": "on validation", "test": "on TEST", "last": "none: the last round is reported, whatever it scores"}

@@ -16,9 +16,9 @@ from fedbench.datasets.csv_file import load_history
 from fedbench.errors import DataError, UsageError
 from fedbench.experiment import saved_model
 from fedbench.experiment.saved_model import Model
-from fedbench.settings import config, hints
+from fedbench.settings import config
 from fedbench.simulation import new_users
-from fedbench.text import say
+from fedbench.text import nearest, say
 from fedbench.text import shown as printable
 from fedbench.tracking.run_log import setup_logging
 
@@ -87,7 +87,7 @@ def client_of(loaded: Model, user: str) -> int:
     """The client that a user is, or what is wrong with the id."""
     if user in loaded.number:
         return loaded.number[user]
-    near = hints.nearest(user, loaded.number)
+    near = nearest(user, loaded.number)
     hint = f"did you mean {near[0]}?" if near else f"ids look like {', '.join(list(loaded.number)[:3])}"
     least = loaded.split.protocol.min_interactions
     raise UsageError(

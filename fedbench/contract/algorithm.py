@@ -10,7 +10,6 @@ A table that `init_client` returns is the client's own (it is kept between round
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from fedbench import text
 from fedbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -297,7 +297,7 @@ def check_stages(algorithm: Algorithm, stages: tuple[Stage, ...], held: Collecti
 
 def nearest(word: str, known: Collection[str]) -> str:
     """What to say after a word that is not among the known ones."""
-    near = difflib.get_close_matches(str(word).lower(), known, n=1)
+    near = text.nearest(str(word), known)
     return f" ({f'did you mean {near[0]}? ' if near else ''}known: {', '.join(sorted(known)) or 'none'})"
 
 

@@ -28,7 +28,7 @@ from fedbench import files, trust
 from fedbench.contract.algorithm import Algorithm
 from fedbench.contract.dataset import DatasetOptions, Interactions
 from fedbench.errors import UsageError
-from fedbench.settings.hints import matching, nearest
+from fedbench.text import matching, nearest
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ import math
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fedbench import files
-from fedbench.errors import FedbenchError, UsageError
+from fedbench.errors import FedbenchError
 from fedbench.simulation.client_store import Picked
 
 FOLDER = "checkpoint"
@@ -35,8 +34,6 @@ MODEL = "model"
 BEST = "best"
 """the state of the best round so far, where it is not kept in memory"""
 KEPT = 2
-AUTO_SECONDS, AUTO_SHARE = 60.0, 0.02
-"""--checkpoint-every auto: this often, or less often where saving would take more than this share of the run"""
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
           torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
@@ -77,41 +74,6 @@ class Saved(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.names)
-
-
-@dataclass
-class Cadence:
-    """When the next checkpoint is due: after so many rounds or seconds."""
-
-    rounds: int | None = None
-    seconds: float | None = None
-    share: float = 1.0
-    """saving may take this share of the time"""
-
-    def __post_init__(self) -> None:
-        self._next = time.monotonic() + (self.seconds or 0)
-
-    @staticmethod
-    def of(text: str) -> Cadence:
-        """`10` (rounds), `60s` (also m and h), `never` or `auto`."""
-        if text == "auto":
-            return Cadence(seconds=AUTO_SECONDS, share=AUTO_SHARE)
-        if text == "never":
-            return Cadence()
-        match = re.fullmatch(r"(\d{1,9})([smh]?)", text, re.ASCII)
-        if match is None or int(match[1]) == 0:
-            raise UsageError(f"--checkpoint-every must be a number of rounds such as 10, a time such as 60s, auto or never, not {text!r}")
-        number = int(match[1])
-        return Cadence(seconds=number * {"s": 1, "m": 60, "h": 3600}[match[2]]) if match[2] else Cadence(rounds=number)
-
-    def due(self, round_: int) -> bool:
-        if self.rounds is not None:
-            return round_ % self.rounds == 0
-        return self.seconds is not None and time.monotonic() >= self._next
-
-    def saved(self, took: float) -> None:
-        """A checkpoint that took so many seconds is done."""
-        self._next = time.monotonic() + max(self.seconds or 0, took / self.share)
 
 
 def save(out: Path, name: str, facts: dict[str, Any], tensors: Mapping[str, Tensor | Picked]) -> int:

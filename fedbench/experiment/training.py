@@ -16,11 +16,11 @@ from tqdm import tqdm
 
 from fedbench.errors import Interrupted, UsageError
 from fedbench.evaluation.metrics import metrics_of
-from fedbench.experiment import checkpoint
 from fedbench.experiment.kept_model import Aside
 from fedbench.experiment.resume import how_to_go_on
 from fedbench.experiment.run_state import save
 from fedbench.experiment.summary import Best
+from fedbench.settings.cadence import Cadence
 from fedbench.settings.config import RunConfig
 from fedbench.simulation import workers
 from fedbench.simulation.exposure import exposure
@@ -35,7 +35,7 @@ SELECT = {"val": "ndcg_10", "test": "hr_10"}
 def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig, out: Path) -> None:
     """All rounds that are left."""
     limit, unit = config.limit, config.budget
-    cadence = checkpoint.Cadence.of(config.checkpoint_every)
+    cadence = Cadence.of(config.checkpoint_every)
     aside = Aside(federation, config, out)
     parts, on = federation.split, federation.split.protocol.select_on
     name, shown = ("rmse", "RMSE") if parts.held else ("hr_10", "HR@10")

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fedbench.commands.audit import CANARIES
 from fedbench.evaluation import significance
 from fedbench.evaluation.significance import LEVEL
 from fedbench.experiment.summary import human
@@ -16,6 +15,7 @@ from fedbench.reporting import charts
 from fedbench.reporting.boards import RANKING, Board, Method, Row
 from fedbench.reporting.charts import MOST_CURVES, MOST_KEYED, Bar, Curve, Point
 from fedbench.reporting.page import Figure, listed, slug
+from fedbench.settings.naming import CANARIES
 from fedbench.tracking.figures import heatmap
 
 MOST_BARS = 30

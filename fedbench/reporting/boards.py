@@ -19,7 +19,7 @@ from fedbench.evaluation.metrics import client_metrics
 from fedbench.evaluation.significance import bounds
 from fedbench.experiment.folder import FLOOR, read_clients, read_rounds, read_settings, read_summary
 from fedbench.experiment.summary import over_folds
-from fedbench.settings.config import NOT_HASHED
+from fedbench.settings.naming import NOT_HASHED
 
 SHORT = {"clients_per_round": "n", "local_epochs": "e"}
 NO_SETTING = {*NOT_HASHED, "seed", "fold", "refit"}

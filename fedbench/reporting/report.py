@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from fedbench.commands.audit import CANARIES
 from fedbench.errors import UsageError
 from fedbench.evaluation import significance
 from fedbench.evaluation.significance import LEVEL, RESAMPLES
@@ -35,6 +34,7 @@ from fedbench.reporting.boards import (
 from fedbench.reporting.charts import Bar
 from fedbench.reporting.page import Cell, Figure, Page, Section, Table, listed, slug, write
 from fedbench.settings import config
+from fedbench.settings.naming import CANARIES
 from fedbench.text import say
 from fedbench.tracking import views
 from fedbench.tracking.mirror_process import finished_folders

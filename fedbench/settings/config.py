@@ -27,9 +27,10 @@ from fedbench.contract.dataset import DatasetOptions
 from fedbench.data import protocol as protocols
 from fedbench.data.protocol import PRESETS, Protocol
 from fedbench.errors import FedbenchError, UsageError
-from fedbench.experiment.checkpoint import Cadence
 from fedbench.parts.central import Central
 from fedbench.settings import hints
+from fedbench.settings.cadence import Cadence
+from fedbench.settings.naming import NOT_HASHED, SHORT
 from fedbench.simulation.client_store import STORES
 from fedbench.simulation.failures import Failures
 
@@ -50,14 +51,8 @@ AT_LEAST = {
 }
 OR_NUMBER = ("checkpoint_every", "max_upload_norm")
 """words that may be a number in a config file"""
-SHORT = {"clients_per_round": "-n", "local_epochs": "-e"}
 SYNTHETIC = ("users", "items", "interactions", "data_seed")
 MOST_SEEDS = 1000
-NOT_HASHED = (
-    *("recipe", "device", "threads", "compile", "kernel", "block_rows", "client_store", "out", "resume", "mlflow", "experiment"),
-    *("checkpoint_every", "keep_state", "quiet", "debug", "data_dir", "cache_dir"),
-)
-"""what moves no result beyond rounding, and `recipe`, whose effect is in the fields"""
 
 
 @dataclass(frozen=True)
@@ -221,7 +216,7 @@ class Flag:
             several = f"; several seeds are --seeds {value}" if self.key == "seed" and re.fullmatch(r"\d+[-,][\d,-]+", str(value)) else ""
             raise UsageError(f"{where} must be {_EXPECTED[self.item_kind]}, not {shown}{several}") from None
         if self.choices and isinstance(result, str):
-            result = hints.matching(result, self.choices) or result
+            result = text.matching(result, self.choices) or result
         if self.choices and result not in self.choices:
             raise UsageError(f"{where} must be one of {', '.join(self.choices)}, not {value!r}")
         if self.key in AT_LEAST and result < AT_LEAST[self.key]:
@@ -602,7 +597,7 @@ class Parser(argparse.ArgumentParser):
         """The flags given; of an unknown one the nearest that there is is named."""
         given, unknown = self.parse_known_args(argv)
         if unknown:
-            near = hints.nearest(unknown[0], [option for action in self._actions for option in action.option_strings])
+            near = text.nearest(unknown[0], [option for action in self._actions for option in action.option_strings])
             hint = f"did you mean {near[0]}?" if near else f"{self.prog.split()[-1]} --help shows all flags"
             raise UsageError(f"unknown flag {unknown[0]}; {hint}")
         if "run" in given and given.run is None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
+
+from fedbench.text import matching, nearest
 
 if TYPE_CHECKING:
     from fedbench.contract.algorithm import Algorithm
@@ -30,22 +31,6 @@ MEANT = {
     "silent": "--quiet",
 }
 """other programs' flags, and ours of that meaning"""
-
-
-def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Up to three of the known words that look like this one, best first."""
-    return difflib.get_close_matches(word.lower(), list(known), n=3, cutoff=0.6)
-
-
-def loose(word: str) -> str:
-    """A name without its capitals, hyphens and underscores: FedRec-MF and fedrec_mf are one, and so are ML-1M and ml_1m."""
-    return re.sub(r"[\s_-]", "", word.lower())
-
-
-def matching(word: str, known: Iterable[str]) -> str | None:
-    """The one known name that is this word but for capitals, hyphens and underscores."""
-    found = [name for name in known if loose(name) == loose(word)]
-    return found[0] if len(found) == 1 else None
 
 
 def refuse_unknown(words: Sequence[str], options: Sequence[str], cls: type[Algorithm] | None) -> None:

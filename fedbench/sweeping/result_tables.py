@@ -13,7 +13,8 @@ from scipy import stats
 
 from fedbench.experiment.summary import human
 from fedbench.files import write_text
-from fedbench.sweeping.study import HEADLINE, REPLICATES, SELECT, Grid, Study, short, title
+from fedbench.settings.naming import HEADLINE, REPLICATES, SELECT, short, title
+from fedbench.sweeping.study import Grid, Study
 from fedbench.text import shown
 from fedbench.tracking import figures
 

@@ -8,26 +8,22 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedbench.errors import UsageError
 from fedbench.settings import config, hints
-from fedbench.settings.config import NOT_HASHED, RunConfig
+from fedbench.settings.config import RunConfig
+from fedbench.settings.naming import NOT_HASHED, REPLICATES, SHORT, short
+from fedbench.text import nearest
 
 KEY_DIGITS = 12
-REPLICATES = ("seed", "fold")
-"""axes over which results are averaged"""
 MOST_POINTS = 10_000
-HEADLINE = ("hr_10", "ndcg_10", "rmse")
-"""the metrics that say most, where runs report them"""
-SELECT = {"ndcg_10": 1, "rmse": -1}
-"""what a best point is chosen by, on validation: higher is better, or lower"""
 STUDY_KEYS = ("about", "metrics", "fixed", "axes", "grid")
 GRID_KEYS = ("name", "fixed", "axes")
-LONG = {short: "--" + key.replace("_", "-") for key, short in config.SHORT.items()}
+LONG = {short: "--" + key.replace("_", "-") for key, short in SHORT.items()}
 
 Words = dict[str, list[str]]
 """the values of each flag, as words of a command line, by the flag's key"""
@@ -82,11 +78,6 @@ class Study:
 
     def hash8(self) -> str:
         return hashlib.sha256(" ".join(sorted(self.points)).encode()).hexdigest()[:8]
-
-
-def short(key: str) -> str:
-    """n and e for the two flags that have a short name."""
-    return config.SHORT.get(key, key).lstrip("-")
 
 
 def read(line: Sequence[str], file: Path | None = None, name: str | None = None) -> Study:
@@ -239,21 +230,5 @@ def _distinct(values: Iterator[Any]) -> list[Any]:
 def _refuse_unknown(table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
     for key in table:
         if key not in known:
-            near = hints.nearest(key, known)
+            near = nearest(key, known)
             raise UsageError(f"{where}unknown key {key!r}; " + (f"did you mean {near[0]}?" if near else f"use {', '.join(known)}"))
-
-
-def title(name: str) -> str:
-    """hr_10 -> HR@10"""
-    return re.sub(r"_(\d+)$", r"@\1", name).replace("_", " ").upper() if name not in ("accuracy",) else name
-
-
-def main_metric(summaries: Iterable[dict[str, Any]]) -> str:
-    """What the runs are ordered by."""
-    return next((name for summary in summaries for name in SELECT if name in summary["test"]), next(iter(SELECT)))
-
-
-def headline(summary: dict[str, Any]) -> str:
-    """A run's result in a few words."""
-    test = summary["test"]
-    return ", ".join(f"{title(name)} {test[name]:.4f}" for name in HEADLINE if name in test) + (" LEAKY" if summary["leaky"] else "")

@@ -32,10 +32,10 @@ from fedbench.experiment import processes
 from fedbench.experiment.folder import read_settings, read_summary
 from fedbench.files import read_json, write_json
 from fedbench.locks import claimed
-from fedbench.settings import config, hints
+from fedbench.settings import config, naming
 from fedbench.sweeping import study
 from fedbench.sweeping.study import Point, Study
-from fedbench.text import say, shown
+from fedbench.text import nearest, say, shown
 from fedbench.tracking.copier import mlflow_at_hand
 from fedbench.tracking.run_log import plain, setup_logging
 from fedbench.tracking.sweep_parent import Parent
@@ -123,7 +123,7 @@ def split_line(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def better_hint(error: UsageError) -> UsageError:
     """train.py does not know the sweep's own flags."""
     unknown = re.search(r"unknown flag (--[\w-]+)", str(error))
-    near = hints.nearest(unknown[1], own_options()) if unknown and "did you mean" not in str(error) else []
+    near = nearest(unknown[1], own_options()) if unknown and "did you mean" not in str(error) else []
     return UsageError(f"unknown flag {unknown[1]}; did you mean {near[0]}?") if unknown and near else error
 
 
@@ -386,7 +386,7 @@ def ended(progress: Progress, event: processes.Event, bar: Any) -> None:
     assert event.code is not None
     if event.code == 0 and finished(progress.folder / event.key, point):
         progress.note(event.key, status="finished", seconds=round(event.seconds, 3), error=None)
-        said = study.headline(read_summary(progress.folder / event.key, NEEDED))
+        said = naming.headline(read_summary(progress.folder / event.key, NEEDED))
     else:
         error = processes.last_error(progress.folder / "work" / f"{event.key}.log", event.code)
         progress.note(event.key, status="failed", error=error)
@@ -437,5 +437,5 @@ def conclude(progress: Progress, parent: Parent | None, argv: Sequence[str], ran
         say(f"logs    {progress.folder / 'work'}/<point>.log", file=sys.stderr)
     say(f"folder  {progress.folder}")
     if parent and parent.run_id:
-        say(f"charts  {link or parent.plain_link(study.main_metric(summaries.values()))}")
+        say(f"charts  {link or parent.plain_link(naming.main_metric(summaries.values()))}")
     return 1 if failed else 0

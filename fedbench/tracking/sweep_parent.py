@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from fedbench import files
-from fedbench.sweeping import study
+from fedbench.settings import naming
 from fedbench.tracking import copier, mirror_process, run_log, views
 
 log = logging.getLogger("fedbench")
@@ -53,7 +53,7 @@ class Parent:
 
     def _view(self, axes: Collection[str]) -> str | None:
         runs = self._search(self._children)
-        crossed = " × ".join(study.short(axis) for axis in axes if axis not in study.REPLICATES)
+        crossed = " × ".join(naming.short(axis) for axis in axes if axis not in naming.REPLICATES)
         view = views.View.of(self._key, f"{crossed or self._kind}: {self._name}", self._children, runs, axes)
         return views.save(self._client, self._experiment_id, view)
 
@@ -61,7 +61,7 @@ class Parent:
         """The address that shows the charts of the children; ordered by a metric, for otherwise the UI folds them into their parent."""
         charts = f"{mirror_process.ui_address(mirror_process.tracking_uri())}/{mirror_process.CHARTS.format(self._experiment_id)}"
         order = quote(f"metrics.`best/test/{metric}`", safe="")
-        ascending = str(study.SELECT[metric] < 0).lower()
+        ascending = str(naming.SELECT[metric] < 0).lower()
         return f"{charts}&searchFilter={quote(self._children, safe='')}&orderByKey={order}&orderByAsc={ascending}"
 
     @property
@@ -164,9 +164,9 @@ def join(folders: Collection[Path], experiment: str, folder: Path, summary: dict
     folds = {one: its["protocol_fields"]["fold"] for one, its in told.items()}
     parent = Parent(experiment, name, folder, kind="seeds")
     parent.adopt({one: f"{name}-s{its['seed']}" + ("" if folds[one] is None else f"-f{folds[one]}") for one, its in told.items()})
-    link = parent.view(study.REPLICATES)
-    parent.note([f"Mean on test: {study.headline(summary)}"], f"```text\n{table}\n```", link)
+    link = parent.view(naming.REPLICATES)
+    parent.note([f"Mean on test: {naming.headline(summary)}"], f"```text\n{table}\n```", link)
     means = {"mean": summary["test"], "std": summary["std"]["test"]}
     figures = {f"{what}/test/{metric}": value for what, values in means.items() for metric, value in values.items()}
     parent.finish("FINISHED", {key: str(summary[key]) for key in ("algo", "dataset", "protocol")}, figures, [folder / "summary.json"])
-    return link or (parent.plain_link(study.main_metric([summary])) if parent.run_id else None)
+    return link or (parent.plain_link(naming.main_metric([summary])) if parent.run_id else None)

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedbench.errors import FedbenchError
-from fedbench.settings.config import NOT_HASHED, SHORT
-from fedbench.sweeping.study import REPLICATES, SELECT, short, title
+from fedbench.settings.naming import NOT_HASHED, REPLICATES, SELECT, SHORT, short, title
 from fedbench.tracking import copier, mirror_process
 
 if TYPE_CHECKING:

@@ -1,0 +1,46 @@
+"""Settings and metrics by name: what is short for what, what counts as another setting, what results are called and ordered by.
+
+Imports nothing heavy: reports and MLflow views need these names without torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+SHORT = {"clients_per_round": "-n", "local_epochs": "-e"}
+NOT_HASHED = (
+    *("recipe", "device", "threads", "compile", "kernel", "block_rows", "client_store", "out", "resume", "mlflow", "experiment"),
+    *("checkpoint_every", "keep_state", "quiet", "debug", "data_dir", "cache_dir"),
+)
+"""what moves no result beyond rounding, and `recipe`, whose effect is in the fields"""
+REPLICATES = ("seed", "fold")
+"""axes over which results are averaged"""
+CANARIES = ("random", "local")
+"""methods that cannot know the held-out item: every client scores at random, or learns alone with no server"""
+HEADLINE = ("hr_10", "ndcg_10", "rmse")
+"""the metrics that say most, where runs report them"""
+SELECT = {"ndcg_10": 1, "rmse": -1}
+"""what a best point is chosen by, on validation: higher is better, or lower"""
+
+
+def short(key: str) -> str:
+    """n and e for the two flags that have a short name."""
+    return SHORT.get(key, key).lstrip("-")
+
+
+def title(name: str) -> str:
+    """hr_10 -> HR@10"""
+    return re.sub(r"_(\d+)$", r"@\1", name).replace("_", " ").upper() if name not in ("accuracy",) else name
+
+
+def main_metric(summaries: Iterable[dict[str, Any]]) -> str:
+    """What the runs are ordered by."""
+    return next((name for summary in summaries for name in SELECT if name in summary["test"]), next(iter(SELECT)))
+
+
+def headline(summary: dict[str, Any]) -> str:
+    """A run's result in a few words."""
+    test = summary["test"]
+    return ", ".join(f"{title(name)} {test[name]:.4f}" for name in HEADLINE if name in test) + (" LEAKY" if summary["leaky"] else "")
