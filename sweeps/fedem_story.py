@@ -22,7 +22,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fedbench.experiment.run import prepare, set_threads
-from fedbench.settings.config import resolve  # first: it sets up what torch and numba read when they are imported
+from fedbench.settings.command_line import resolve  # first: it sets up what torch and numba read when they are imported
 
 # isort: split
 import matplotlib as mpl

@@ -12,12 +12,8 @@ import torch
 
 from fedbench.__main__ import main
 from fedbench.commands.bench import (
-    PARTS,
-    WHOLE,
-    adam_limit,
     both_engines,
     compared,
-    first_clients,
     first_run,
     line,
     measure,
@@ -27,6 +23,8 @@ from fedbench.commands.bench import (
 from fedbench.commands.growth import drawn, exponent, fixed, growth, quantities
 from fedbench.contract import registry
 from fedbench.data.split import sample_round
+from fedbench.experiment.round_timing import PARTS, WHOLE, first_clients
+from fedbench.kernels.machine_limit import adam_limit
 from fedbench.simulation.federation import Federation
 from tests.conftest import small_split
 

@@ -21,7 +21,8 @@ from fedbench.evaluation.metrics import ranking_metrics
 from fedbench.experiment import checkpoint, run, run_state
 from fedbench.experiment.summary import Best
 from fedbench.parts.central import Central, Descent, Pool
-from fedbench.settings.config import RunConfig, resolve
+from fedbench.settings.command_line import resolve
+from fedbench.settings.config import RunConfig
 from fedbench.simulation.federation import Federation
 from tests.conftest import small_split
 

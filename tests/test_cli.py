@@ -23,8 +23,9 @@ from fedbench.contract.algorithm import Algorithm
 from fedbench.contract.dataset import DatasetOptions
 from fedbench.data.protocol import PRESETS, Protocol
 from fedbench.errors import DataError, FedbenchError, UsageError
-from fedbench.settings import config
-from fedbench.settings.config import resolve
+from fedbench.settings import command_line
+from fedbench.settings.command_line import resolve
+from fedbench.settings.flags import flag_groups
 
 ROOT = Path(__file__).parents[1]
 TINY = '''
@@ -125,8 +126,8 @@ def test_help_is_short_and_ends_with_examples_that_parse(capsys: pytest.CaptureF
     assert "--algo NAME --help" in out and "--help all" in out and out.count("\n") < 45
     assert max(map(len, out.splitlines())) <= 80
     examples = [line.split()[2:] for line in out.partition("examples:")[2].splitlines() if line]
-    assert len(examples) > 2 and all(config.parse(words).configs for words in examples)
-    flags = {flag.option for cls in registry.algorithms().values() for group in config.flag_groups(cls).values() for flag in group}
+    assert len(examples) > 2 and all(command_line.parse(words).configs for words in examples)
+    flags = {flag.option for cls in registry.algorithms().values() for group in flag_groups(cls).values() for flag in group}
     named = set(re.findall(r"--[a-z][a-z-]*", out))
     assert named <= {*flags, "--no-mlflow", "--help", "--version", "--list", "--jobs", "--config", "--print-config"}
 
@@ -189,8 +190,8 @@ def test_the_printed_config_is_json_alone_and_reads_back(args: list[str], tmp_pa
 def test_several_seeds_and_folds_are_printed_as_one_config(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = [*words.split(), "--dataset", "synthetic", "--out", str(tmp_path / "runs")]
     assert cli.main([*line, "--print-config"]) == 0
-    again = config.parse(["--config", written(tmp_path, capsys.readouterr().out)])
-    assert [run.to_dict() for run in again.configs] == [run.to_dict() for run in config.parse(line).configs]
+    again = command_line.parse(["--config", written(tmp_path, capsys.readouterr().out)])
+    assert [run.to_dict() for run in again.configs] == [run.to_dict() for run in command_line.parse(line).configs]
     assert len(again.configs) > 1 and again.out == tmp_path / "runs"
 
 
@@ -204,14 +205,14 @@ def test_another_preset_on_the_command_line_replaces_the_files_preset_whole(args
 
 def test_toml_and_a_negated_key(args: list[str], tmp_path: Path) -> None:
     file = written(tmp_path, 'no-mlflow = true\nsizes = [1, 2]\nseeds = "1-2"\n', "c.toml")
-    runs = config.parse([*args, "--config", file]).configs
+    runs = command_line.parse([*args, "--config", file]).configs
     assert [run.seed for run in runs] == [1, 2] and not runs[0].mlflow
     assert resolve([*args, "--config", file, "--seed", "5"]).seed == 5
 
 
 @pytest.mark.parametrize(("words", "seeds"), [("0-4", [0, 1, 2, 3, 4]), ("0,1,2", [0, 1, 2]), ("7", [7]), ("0-1,5", [0, 1, 5])])
 def test_seeds(args: list[str], words: str, seeds: list[int]) -> None:
-    runs = config.parse([*args, "--seeds", words, "--out", "here"]).configs
+    runs = command_line.parse([*args, "--seeds", words, "--out", "here"]).configs
     assert [run.seed for run in runs] == seeds
     assert len({run.out for run in runs}) == len(seeds) == len({run.hash8() for run in runs})
 

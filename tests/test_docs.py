@@ -16,7 +16,8 @@ from fedbench.commands import bench, cli, evaluate, log_model, recommend
 from fedbench.contract import registry
 from fedbench.contract.algorithm import Algorithm
 from fedbench.reporting import report
-from fedbench.settings import config
+from fedbench.settings import command_line
+from fedbench.settings.flags import flag_groups
 from fedbench.sweeping import study, sweep
 
 ROOT = Path(__file__).parents[1]
@@ -87,7 +88,7 @@ def test_an_example_trains(name: str, folder: Path) -> None:
 def test_commands_are_understood(page: Path, folder: Path) -> None:
     for words in commands(page):
         if not {"--help", "--config", "NAME"} & set(words):
-            request = config.parse(words)
+            request = command_line.parse(words)
             assert request.configs or request.list
 
 
@@ -114,7 +115,7 @@ def test_commands_on_finished_runs_are_understood(page: Path) -> None:
 @each_page
 def test_flags_exist(page: Path, folder: Path) -> None:
     classes: list[type[Algorithm]] = [*registry.algorithms().values(), *(registry.algorithm(name) for name in examples())]
-    flags = [flag for cls in classes for group in config.flag_groups(cls).values() for flag in group]
+    flags = [flag for cls in classes for group in flag_groups(cls).values() for flag in group]
     known = {flag.option for flag in flags} | {f"--no-{flag.option[2:]}" for flag in flags if flag.item_kind is bool}
     known |= {"--config", "--list", "--print-config", "--help", "--version", *sweep.own_options()}
     parsers = [*(make() for make in PARSERS.values()), bench.parser(), torchrun.get_args_parser()]

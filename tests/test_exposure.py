@@ -13,7 +13,7 @@ from sklearn.metrics import roc_auc_score
 from fedbench.data.split import Split
 from fedbench.experiment import run
 from fedbench.parts.mixing import Rows
-from fedbench.settings.config import resolve
+from fedbench.settings.command_line import resolve
 from fedbench.simulation.engine import Uploads
 from fedbench.simulation.exposure import MOST_CLIENTS, exposure
 from fedbench.simulation.federation import world_of

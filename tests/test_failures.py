@@ -20,7 +20,7 @@ from fedbench.contract.randomness import Draw
 from fedbench.data.split import cohort_of, sample_round
 from fedbench.errors import UsageError
 from fedbench.experiment import checkpoint, prepare
-from fedbench.settings.config import resolve
+from fedbench.settings.command_line import resolve
 from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.engine import Engine, Uploads
 from fedbench.simulation.failures import Failures, drawn

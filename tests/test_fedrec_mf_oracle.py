@@ -11,7 +11,7 @@ import torch
 from fedbench.algorithms.fedrec_mf import FedRecMF
 from fedbench.data.split import Samples, Split
 from fedbench.errors import UsageError
-from fedbench.settings.config import parse, resolve
+from fedbench.settings.command_line import parse, resolve
 from fedbench.simulation.exposure import exposure
 from fedbench.simulation.federation import Federation
 from tests.conftest import small_split

@@ -39,7 +39,8 @@ from fedbench.datasets.csv_file import load_history
 from fedbench.errors import DataError, FedbenchError, UsageError
 from fedbench.experiment import checkpoint, resume, run_state
 from fedbench.experiment.summary import Best
-from fedbench.settings import config
+from fedbench.settings import command_line
+from fedbench.settings.flags import flag_groups
 from fedbench.simulation.federation import Federation
 from fedbench.sweeping import study
 from tests.conftest import small_split
@@ -121,9 +122,7 @@ def answer(words: list[str], main: Any = cli.main) -> tuple[int, str]:
 # ---- words and values ------------------------------------------------------------------------------------------------------
 
 ALGORITHMS = ("fedem", "fedmf", "fedavg_ncf", "local", "popularity", "random")
-KEYS = sorted(
-    {flag.key for name in ALGORITHMS for group in config.flag_groups(registry.algorithm(name)).values() for flag in group} - {"debug"}
-)
+KEYS = sorted({flag.key for name in ALGORITHMS for group in flag_groups(registry.algorithm(name)).values() for flag in group} - {"debug"})
 """--debug asks for a traceback"""
 odd_text = st.text(max_size=12) | st.sampled_from(
     ["", " ", "-", "--", "\0", "nan", "inf", "-0", "1e999", "../..", "~", "~root", "/", "²", "٣"]
@@ -392,7 +391,7 @@ RUN = [
 @cache
 def saved() -> dict[str, bytes]:
     """The files of a run that stopped after its second round."""
-    request = config.resolve(RUN)
+    request = command_line.resolve(RUN)
     federation = Federation.start(request.algorithm, small_split(), 0)
     with TemporaryDirectory() as folder:
         for _ in range(2):
@@ -417,7 +416,7 @@ def damaged(content: bytes, how: str, place: int, extra: bytes) -> bytes | None:
 
 def going_on(files: dict[str, bytes]) -> Federation | None:
     """The federation that goes on from these files, or None if it begins again."""
-    request, parts = config.resolve(RUN), small_split()
+    request, parts = command_line.resolve(RUN), small_split()
     with TemporaryDirectory() as name, no_hang():
         folder = Path(name)
         (folder / "checkpoint").mkdir()

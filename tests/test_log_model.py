@@ -20,7 +20,7 @@ import requests
 from fedbench.__main__ import main
 from fedbench.experiment import saved_model
 from fedbench.experiment.run import run
-from fedbench.settings.config import resolve
+from fedbench.settings.command_line import resolve
 
 MODELS = [sys.executable, "-P", "-m", "mlflow", "models"]
 DATA = "--dataset synthetic --users 40 --items 150 --interactions 12 --no-mlflow --quiet"

@@ -15,7 +15,7 @@ from fedbench.commands import cli
 from fedbench.contract.registry import algorithms
 from fedbench.datasets import synthetic
 from fedbench.experiment import memory
-from fedbench.settings.config import parse
+from fedbench.settings.command_line import parse
 from fedbench.simulation.federation import world_of
 from tests.conftest import small_split
 

@@ -32,7 +32,7 @@ from fedbench.errors import DataError, UsageError
 from fedbench.evaluation.metrics import client_metrics, new_item_metrics, popularity_ranks
 from fedbench.experiment import saved_model
 from fedbench.experiment.run import run
-from fedbench.settings.config import resolve
+from fedbench.settings.command_line import resolve
 from fedbench.simulation import new_users
 from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.engine import Engine

@@ -24,7 +24,7 @@ from fedbench.datasets.synthetic import load
 from fedbench.errors import DataError, UsageError
 from fedbench.evaluation.metrics import client_errors, metrics_of, rating_floors, rating_spread
 from fedbench.experiment.summary import mean_table, over_runs
-from fedbench.settings import config
+from fedbench.settings import command_line
 from fedbench.simulation.engine import Uploads
 from fedbench.simulation.federation import Federation
 
@@ -288,12 +288,12 @@ def test_several_runs_without_a_folder_share_one(means: str, tmp_path: Path, mon
 def test_a_folds_config_repeats_that_fold(means: str, tmp_path: Path) -> None:
     words = ["--algo", means, *SMALL.split(), "--split", "kfold", "--fold", "1", "--out", str(tmp_path / "r")]
     assert cli.main(words) == 0
-    again = config.resolve(["--config", str(tmp_path / "r" / "config.json")])
-    assert again.protocol.fold == 1 and again.hash8() == config.resolve(words).hash8()
+    again = command_line.resolve(["--config", str(tmp_path / "r" / "config.json")])
+    assert again.protocol.fold == 1 and again.hash8() == command_line.resolve(words).hash8()
 
 
 def test_fold_fields_do_not_show_where_they_do_not_matter() -> None:
-    shown = config.resolve(["--algo", "fedmf", *SMALL.split()]).to_dict()
+    shown = command_line.resolve(["--algo", "fedmf", *SMALL.split()]).to_dict()
     assert not {"fold", "folds"} & shown.keys()
 
 

@@ -15,7 +15,7 @@ import torch
 from fedbench.__main__ import main
 from fedbench.experiment import saved_model
 from fedbench.experiment.run import run
-from fedbench.settings.config import resolve
+from fedbench.settings.command_line import resolve
 from fedbench.simulation.engine import sent_whole
 from fedbench.simulation.federation import Federation
 

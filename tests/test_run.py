@@ -20,7 +20,7 @@ from fedbench.commands import cli
 from fedbench.data import split
 from fedbench.experiment import checkpoint, machine, prepare, run
 from fedbench.kernels import fused
-from fedbench.settings.config import resolve
+from fedbench.settings.command_line import resolve
 from fedbench.simulation.engine import Engine
 from fedbench.tracking import run_log
 

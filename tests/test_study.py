@@ -10,7 +10,7 @@ import pytest
 from fedbench.contract import registry
 from fedbench.errors import UsageError
 from fedbench.experiment import processes, run
-from fedbench.settings.config import resolve
+from fedbench.settings.command_line import resolve
 from fedbench.sweeping import result_tables, study, sweep
 from tests.real_data import FETCHED, REAL
 

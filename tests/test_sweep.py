@@ -21,7 +21,7 @@ from fedbench.__main__ import main as fedbench_main
 from fedbench.errors import UsageError
 from fedbench.experiment import processes
 from fedbench.locks import claimed
-from fedbench.settings.config import resolve
+from fedbench.settings.command_line import resolve
 from fedbench.sweeping import result_tables, study, sweep, trials
 from fedbench.tracking import mirror_process, views
 from fedbench.tracking.run_log import mlflow_run_of

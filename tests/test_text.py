@@ -21,7 +21,7 @@ from fedbench.datasets.csv_file import load_csv, load_history
 from fedbench.datasets.rows import RowFormat
 from fedbench.errors import DataError, UsageError
 from fedbench.reporting.page import Cell, Page, Section, Table
-from fedbench.settings import config
+from fedbench.settings.flags import read_seeds
 from fedbench.tracking import run_log
 
 ROOT = Path(__file__).parents[1]
@@ -92,7 +92,7 @@ def test_files_hold_no_such_numbers(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(DataError, match="rating '4_0' is not a number"):
         RowFormat(None, (("user", int), ("rating", float))).check(b"1 4_0\n", "ratings.txt")
     with pytest.raises(UsageError, match="seeds"):
-        config.read_seeds("٠-٢", "seeds")
+        read_seeds("٠-٢", "seeds")
 
 
 # ---- what reaches the terminal ------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from fedbench.data.split import Split, sample_round
 from fedbench.errors import UsageError
 from fedbench.evaluation.metrics import ranking_metrics
 from fedbench.experiment.prepare import prepare
-from fedbench.settings import config
+from fedbench.settings import command_line, config
 from fedbench.settings.naming import CANARIES
 from fedbench.simulation.federation import Federation
 from fedbench.text import say
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
         return 0
     if any(word.split("=")[0] == "--algo" for word in argv):
         raise UsageError(f"audit takes no --algo: it runs its canaries, {' and '.join(CANARIES)}")
-    canaries = [config.resolve(["--algo", name, "--no-mlflow", *argv]) for name in CANARIES]
+    canaries = [command_line.resolve(["--algo", name, "--no-mlflow", *argv]) for name in CANARIES]
     setup_logging(quiet=True, debug=canaries[0].debug)
     split, data = prepare(canaries[0].dataset, canaries[0].protocol, canaries[0].data)
     rounds = canaries[1].algorithm.rounds if any(word.split("=")[0] == "--rounds" for word in argv) else ROUNDS

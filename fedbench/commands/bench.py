@@ -4,46 +4,39 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 
 from fedbench import files
 from fedbench.console import columns, fitted
 from fedbench.contract import registry
-from fedbench.contract.randomness import Draw
-from fedbench.data.split import Held, Samples, Split
+from fedbench.data.split import Samples
 from fedbench.errors import UsageError
-from fedbench.evaluation.metrics import metrics_of
 from fedbench.experiment import processes
 from fedbench.experiment.machine import choose_device, set_threads
 from fedbench.experiment.prepare import check_cohort, prepare
+from fedbench.experiment.round_timing import PARTS, WHOLE, Clock, bounded_split, kept_bytes, round_parts
 from fedbench.experiment.summary import peak_rss_mb
 from fedbench.files import write_json
-from fedbench.kernels import fused
-from fedbench.kernels.layers import DIVIDE, FAST, zeros
+from fedbench.kernels.machine_limit import adam_limit
 from fedbench.parts.central import Central
-from fedbench.settings import config
-from fedbench.simulation.client_store import draw_for
+from fedbench.settings import command_line, config
+from fedbench.settings.parser import number, whole_number
 from fedbench.simulation.engine import host_type
-from fedbench.simulation.exposure import exposure
-from fedbench.simulation.federation import Federation, world_of
+from fedbench.simulation.federation import Federation
 from fedbench.testing import loop_engine
 from fedbench.text import say
 from fedbench.tracking.run_log import environment, setup_logging
 
-Clock = Callable[[], float]
 Figures = dict[str, Any]
 
 WARM_ROUNDS = 2
@@ -61,9 +54,6 @@ STATE_MB = 256.0
 """what the clients of a point of --all may keep together; where it would be more, fewer clients are taken"""
 DATASETS = ("filmtrust", "ml-100k", "ml-1m", "pinterest")
 """what --all measures unless --datasets says otherwise"""
-PARTS = ("sample", "train", "aggregate", "evaluate", "full ranking")
-WHOLE = PARTS[:4]
-"""of these a round always consists; the full ranking is made for the reported round, or, of a large model, for each best one so far"""
 HELP = """usage: python -m fedbench bench --algo A --dataset D [any flag of train.py]
        python -m fedbench bench --all [--datasets A,B] [--algos A,B] [any flag of train.py]
        python -m fedbench bench --growth --algo A [--plot FILE.png]
@@ -123,8 +113,8 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument(name, type=lambda words: words.split(","), default=None)
     for name in ("--json", "--compare", "--plot"):
         made.add_argument(name, type=Path, default=None)
-    made.add_argument("--loop-clients", type=config.whole_number, default=None)
-    made.add_argument("--state-mb", type=config.number, default=None)
+    made.add_argument("--loop-clients", type=whole_number, default=None)
+    made.add_argument("--state-mb", type=number, default=None)
     return made
 
 
@@ -149,7 +139,7 @@ def check(mine: argparse.Namespace) -> None:
 
 def first_run(flags: Sequence[str]) -> config.RunConfig:
     """What the flags describe; of several seeds or folds the first."""
-    configs = config.parse([*flags, "--no-mlflow"]).configs
+    configs = command_line.parse([*flags, "--no-mlflow"]).configs
     if not configs:
         raise UsageError("bench: the flags name no run; leave --list out")
     return configs[0]
@@ -246,18 +236,6 @@ def measure(run: config.RunConfig, loop_clients: int | None = None, state_mb: fl
     }
 
 
-def kept_bytes(run: config.RunConfig, split: Split, dtype: torch.dtype, device: str) -> int:
-    """What one client keeps between rounds."""
-    one = run.algorithm.init_client(world_of(split), draw_for(Draw(run.seed, 0, None, dtype, device), np.arange(1)))
-    return sum(value[0].numel() * value.element_size() for value in one.values())
-
-
-def bounded_split(run: config.RunConfig, split: Split, state_mb: float | None, dtype: torch.dtype, device: str) -> Split:
-    """As many of the first clients as keep no more than so many MB together."""
-    kept = kept_bytes(run, split, dtype, device)
-    return split if state_mb is None or kept * split.clients <= state_mb * 1e6 else first_clients(split, max(1, int(state_mb * 1e6 / kept)))
-
-
 def several_rounds(federation: Federation, clock: Clock) -> list[dict[str, float]]:
     """The parts of each of several rounds after those that warm up; a slow one is measured once."""
     for _ in range(WARM_ROUNDS):
@@ -269,47 +247,6 @@ def several_rounds(federation: Federation, clock: Clock) -> list[dict[str, float
         rounds = sum(parts[name] for parts in measured for name in WHOLE)
         if clock() - began > PATIENCE or (len(measured) >= REPEATS and (len(measured) >= MANY or rounds > MOMENT)):
             return measured
-
-
-def round_parts(federation: Federation, clock: Clock) -> dict[str, float]:
-    """Seconds of each part of the federation's next round, evaluated as a run does it.
-
-    What is neither sampling nor training counts as aggregation: screening, sums, the server's step, checks. With all data in one
-    place it counts as sampling: there everybody's samples are shuffled.
-    """
-    split, central = federation.split, isinstance(federation.algorithm, Central)
-    trainer, trains = (federation, "central_round") if central else (federation.engine, "run_cohort")
-    with watched(federation, "samples", clock) as sampling, watched(trainer, trains, clock) as training:
-        began = clock()
-        result = federation.next_round()
-        rest = clock() - began - sum(sampling) - sum(training)
-    began = clock()
-    metrics_of(split, federation.outcome())
-    exposure(result.uploads, federation.algorithm.tables, split, federation.seed, federation.round)
-    ranked = clock()
-    if not split.held:
-        federation.full_ranks()
-    seconds = (sum(sampling) + rest * central, sum(training), rest * (not central), ranked - began, clock() - ranked)
-    return dict(zip(PARTS, seconds, strict=True))
-
-
-@contextmanager
-def watched(owner: object, method: str, clock: Clock) -> Iterator[list[float]]:
-    """The seconds of each call of a method meanwhile."""
-    seconds: list[float] = []
-    original = getattr(owner, method)
-
-    def timed(*arguments: Any, **named: Any) -> Any:
-        began = clock()
-        value = original(*arguments, **named)
-        seconds.append(clock() - began)
-        return value
-
-    setattr(owner, method, timed)
-    try:
-        yield seconds
-    finally:
-        delattr(owner, method)
 
 
 def both_engines(federation: Federation, samples: Samples, clock: Clock, loop_clients: int | None) -> tuple[float, float, int, float]:
@@ -366,57 +303,6 @@ def spread_over(samples: Samples, n: int) -> Samples:
         row_ptr=np.concatenate([[0], np.cumsum(samples.touched[keep])]),
         row=samples.row[np.repeat(keep, samples.touched)],
     )
-
-
-def first_clients(split: Split, n: int) -> Split:
-    """The first n clients alone, with all items."""
-    train, seen = split.train_ptr[: n + 1], split.seen_ptr[: n + 1]
-    by_client = ("val_item", "val_rating", "test_item", "val_candidates", "test_candidates", "user_ids")
-    held = {name: Held(one.ptr[: n + 1], one.item[: one.ptr[n]], one.rating[: one.ptr[n]]) for name, one in split.held.items()}
-    return replace(
-        split,
-        train_ptr=train,
-        train_item=split.train_item[: train[-1]],
-        train_rating=split.train_rating[: train[-1]],
-        seen_ptr=seen,
-        seen_item=split.seen_item[: seen[-1]],
-        held=held,
-        role=None if split.role is None else split.role[:n],
-        **{name: getattr(split, name)[:n] for name in by_client},
-    )
-
-
-@njit(fastmath=FAST, error_model=DIVIDE, cache=True)
-def _adam_loop(param: np.ndarray, grad: np.ndarray, first: np.ndarray, second: np.ndarray, steps: int) -> None:
-    """Adam as textbooks have it: a root and a quotient for every number."""
-    kind = param.dtype.type
-    b1, b2, c1, c2 = kind(fused.BETA1), kind(fused.BETA2), kind(1 - fused.BETA1), kind(1 - fused.BETA2)
-    for step in range(steps):
-        rate, scale = kind(0.1 / (1 - fused.BETA1 ** (step + 1))), kind(1 / math.sqrt(1 - fused.BETA2 ** (step + 1)))
-        eps = kind(fused.EPSILON)
-        for i in range(param.size):
-            first[i] = b1 * first[i] + c1 * grad[i]
-            second[i] = b2 * second[i] + c2 * grad[i] * grad[i]
-            param[i] -= rate * first[i] / (np.sqrt(second[i]) * scale + eps)
-
-
-def adam_limit(kind: type) -> float:
-    """Element updates a CPU second of a tight Adam loop over 256 rows of 16, which stay in the cache; best of several.
-
-    The arrays begin where a cache line does: elsewhere, as chance has it, the loop is up to a fifth slower.
-    """
-    size, steps = 256 * 16, 2000
-    arrays: list[Any] = [zeros(size, np.empty(0, kind)) for _ in range(4)]
-    for array in arrays:
-        array[:] = 0.1
-    run: Any = _adam_loop
-    run(*arrays, 1)
-    best = float("inf")
-    for _ in range(5):
-        began = time.process_time()
-        run(*arrays, steps)
-        best = min(best, time.process_time() - began)
-    return size * steps / best
 
 
 # ---- what is printed and written -------------------------------------------------------------------------------------------

@@ -80,12 +80,12 @@ def train(argv: list[str]) -> int:
         say(HELP.rstrip("\n"))
         return 0
     require_packages()
-    from fedbench.settings import config
+    from fedbench.settings import command_line
 
-    if how := config.wants_help(argv):
-        config.print_help(argv, how)
+    if how := command_line.wants_help(argv):
+        command_line.print_help(argv, how)
         return 0
-    request = config.parse(argv)
+    request = command_line.parse(argv)
     if request.list:
         say(listing())
     elif request.print_config:

@@ -10,7 +10,7 @@ from fedbench.errors import UsageError
 from fedbench.evaluation.metrics import metrics_of, ranking_metrics
 from fedbench.experiment import saved_model
 from fedbench.experiment.summary import metric_rows
-from fedbench.settings import config
+from fedbench.settings.parser import Parser, run_parser, whole_number
 from fedbench.simulation import new_users
 from fedbench.text import say
 from fedbench.tracking.run_log import setup_logging
@@ -25,10 +25,10 @@ examples:
 COLUMNS = ("hr_10", "ndcg_10", "mrr", "full_hr_10", "full_ndcg_10", "rmse", "mae", "accuracy")
 
 
-def parser() -> config.Parser:
-    made = config.run_parser("evaluate", "[--new-users] [flags]", "Measure the model that a finished run kept.", EPILOG)
+def parser() -> Parser:
+    made = run_parser("evaluate", "[--new-users] [flags]", "Measure the model that a finished run kept.", EPILOG)
     made.add_argument("--new-users", action="store_true", help="also the users that the run kept out of training")
-    made.add_argument("--rounds", type=config.whole_number, default=new_users.ROUNDS, metavar="N", help=ROUNDS_HELP)
+    made.add_argument("--rounds", type=whole_number, default=new_users.ROUNDS, metavar="N", help=ROUNDS_HELP)
     return made
 
 

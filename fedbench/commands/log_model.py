@@ -13,7 +13,7 @@ import numpy as np
 from fedbench.errors import FedbenchError
 from fedbench.experiment import saved_model
 from fedbench.experiment.saved_model import Model
-from fedbench.settings import config
+from fedbench.settings.parser import Parser, run_parser
 from fedbench.text import say
 from fedbench.tracking import mirror_process
 from fedbench.tracking.run_log import mlflow_run_of, setup_logging
@@ -29,9 +29,9 @@ examples:
 """
 
 
-def parser() -> config.Parser:
+def parser() -> Parser:
     about = "Log the model that a finished run kept to MLflow, ready for `mlflow models predict` and `mlflow models serve`."
-    made = config.run_parser("log-model", "[--register NAME]", about, EPILOG)
+    made = run_parser("log-model", "[--register NAME]", about, EPILOG)
     made.add_argument("--register", metavar="NAME", help="also a new version of this name in MLflow's model registry")
     return made
 

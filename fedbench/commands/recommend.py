@@ -16,7 +16,7 @@ from fedbench.datasets.csv_file import load_history
 from fedbench.errors import DataError, UsageError
 from fedbench.experiment import saved_model
 from fedbench.experiment.saved_model import Model
-from fedbench.settings import config
+from fedbench.settings.parser import Parser, run_parser, whole_number
 from fedbench.simulation import new_users
 from fedbench.text import nearest, say
 from fedbench.text import shown as printable
@@ -45,14 +45,14 @@ MOST_NAMED = 5
 log = logging.getLogger("fedbench")
 
 
-def parser() -> config.Parser:
+def parser() -> Parser:
     who = "(--user ID | --all --out FILE.parquet | --history FILE.csv) [flags]"
-    made = config.run_parser("recommend", who, "Recommend items with the model that a finished run kept.", EPILOG)
+    made = run_parser("recommend", who, "Recommend items with the model that a finished run kept.", EPILOG)
     made.add_argument("--user", metavar="ID", help="a user of the dataset, as its file calls them")
     made.add_argument("--all", action="store_true", help="every user that took part; needs --out")
     made.add_argument("--history", type=Path, metavar="FILE", help="a .csv file with the items of a user who was not in training")
-    made.add_argument("--rounds", type=config.whole_number, default=new_users.ROUNDS, metavar="N", help=ROUNDS_HELP)
-    made.add_argument("-k", type=config.whole_number, default=10, metavar="N", help="how many items (default: 10)")
+    made.add_argument("--rounds", type=whole_number, default=new_users.ROUNDS, metavar="N", help=ROUNDS_HELP)
+    made.add_argument("-k", type=whole_number, default=10, metavar="N", help="how many items (default: 10)")
     made.add_argument(
         "--out", type=Path, metavar="FILE", help="a .parquet file to write: user, rank, item, score, and titles if there are any"
     )

@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import FrameType
 
 from fedbench.errors import FedbenchError, UsageError
-from fedbench.settings import config
+from fedbench.settings.parser import Parser
 from fedbench.text import say
 from fedbench.tracking import mirror_process, views
 
@@ -41,9 +41,9 @@ def main(argv: list[str]) -> int:
     return serve(uri, given.port, comparisons)
 
 
-def parser() -> config.Parser:
+def parser() -> Parser:
     about = "Start the MLflow UI on this machine, wait until it answers, and print the link that compares all runs. Ctrl-C ends it."
-    made = config.Parser(prog="python -m fedbench ui", description=about, allow_abbrev=False)
+    made = Parser(prog="python -m fedbench ui", description=about, allow_abbrev=False)
     made.add_argument("--port", type=int, default=PORT, metavar="N", help=f"port on {HOST} (default: {PORT})")
     made.add_argument("--debug", action="store_true", help="show tracebacks")
     return made

@@ -32,7 +32,7 @@ from fedbench.experiment import checkpoint
 from fedbench.experiment.prepare import prepare
 from fedbench.experiment.run_state import beginning
 from fedbench.files import read_json, write_json
-from fedbench.settings import config
+from fedbench.settings import command_line
 from fedbench.settings.config import RunConfig
 from fedbench.simulation import new_users
 from fedbench.simulation.client_store import ClientStore, SomeClients, draw_for
@@ -226,7 +226,7 @@ def config_of(folder: Path, trust_plugin: bool = False) -> RunConfig:
         inside = sorted(path.parent.name for path in folder.glob("*/config.json")) if os.path.isdir(folder) else []
         hint = f"give one of the runs in it, such as {folder / inside[0]}" if inside else "give the folder of a finished run"
         raise UsageError(f"--run {folder}: there is no run (no config.json); {hint}")
-    return config.resolve(["--config", str(folder / "config.json"), *([trust.FLAG] if trust_plugin else [])])
+    return command_line.resolve(["--config", str(folder / "config.json"), *([trust.FLAG] if trust_plugin else [])])
 
 
 def saved_state(folder: Path) -> checkpoint.State:
@@ -291,7 +291,7 @@ def read(folder: Path, beside: Path) -> Model:
     """What `save` wrote; an algorithm that is a file is looked for in the folder `beside`."""
     values, ids = read_json(folder / "config.json"), read_json(folder / "ids.json")
     algo = str(beside / values["algo"]) if values["algo"].endswith(".py") else values["algo"]
-    made = config.resolve(["--config", str(folder / "config.json"), "--algo", algo])
+    made = command_line.resolve(["--config", str(folder / "config.json"), "--algo", algo])
     tensors = load_file(folder / TENSORS)
     ptr, item = tensors["seen_ptr"].numpy(), tensors["seen_item"].numpy()
     user_ids, item_ids = (np.array(ids[name], dtype=object) for name in ("user", "item"))

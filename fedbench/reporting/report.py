@@ -33,8 +33,8 @@ from fedbench.reporting.boards import (
 )
 from fedbench.reporting.charts import Bar
 from fedbench.reporting.page import Cell, Figure, Page, Section, Table, listed, slug, write
-from fedbench.settings import config
 from fedbench.settings.naming import CANARIES
+from fedbench.settings.parser import Parser
 from fedbench.text import say
 from fedbench.tracking import views
 from fedbench.tracking.mirror_process import finished_folders
@@ -90,8 +90,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def parser() -> config.Parser:
-    made = config.Parser(
+def parser() -> Parser:
+    made = Parser(
         prog="python -m fedbench report",
         usage="python -m fedbench report RUNS ... | --experiment NAME [flags]",
         description="Compare finished runs: one HTML page that stands alone, its figures as PNG, its tables as Markdown and JSON.",

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from fedbench.errors import UsageError
-from fedbench.settings import config, hints
+from fedbench.settings import command_line, config_file, hints
 from fedbench.settings.config import RunConfig
+from fedbench.settings.flags import read_seeds
 from fedbench.settings.naming import NOT_HASHED, REPLICATES, SHORT, short
 from fedbench.text import nearest
 
@@ -85,7 +86,7 @@ def read(line: Sequence[str], file: Path | None = None, name: str | None = None)
     on_line = words_of_line(line)
     if file is None:
         return _build(name, "", [("", on_line)], (), "", True)
-    values = config.read_config(file, "--study")
+    values = config_file.read_config(file, "--study")
     where = f"--study {file}: "
     _refuse_unknown(values, STUDY_KEYS, where)
     grids = values.get("grid", [{}])
@@ -134,7 +135,7 @@ def words_of_line(line: Sequence[str]) -> Words:
     if "seeds" in found:
         if "seed" in found:
             raise UsageError("--seed and --seeds are both given; use one of them")
-        found["seed"] = [str(seed) for seed in config.read_seeds(",".join(found.pop("seeds")), "--seeds")]
+        found["seed"] = [str(seed) for seed in read_seeds(",".join(found.pop("seeds")), "--seeds")]
     return found
 
 
@@ -146,7 +147,7 @@ def _words_of_table(table: object, where: str, many: bool = True) -> Words:
     for key, value in table.items():
         key = key.replace("-", "_")
         if key == "seeds":
-            found["seed"] = [str(seed) for seed in config.read_seeds(value, f"{where}: seeds")]
+            found["seed"] = [str(seed) for seed in read_seeds(value, f"{where}: seeds")]
         elif not many:
             found[key] = [_word(value)]
         elif isinstance(value, list) and value:
@@ -206,7 +207,7 @@ def _configs(words: Words, axes: Sequence[str], where: str, named: bool) -> Iter
         chosen = dict(zip(axes, values, strict=True))
         argv = [word for key, given in words.items() for word in _spelled(key, [chosen[key]] if key in chosen else given)]
         try:
-            yield from config.parse(argv, None if named else "the study").configs
+            yield from command_line.parse(argv, None if named else "the study").configs
         except UsageError as error:
             raise UsageError(f"{where}{error}") from None
 

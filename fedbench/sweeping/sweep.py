@@ -32,7 +32,8 @@ from fedbench.experiment import processes
 from fedbench.experiment.folder import read_settings, read_summary
 from fedbench.files import read_json, write_json
 from fedbench.locks import claimed
-from fedbench.settings import config, naming
+from fedbench.settings import naming
+from fedbench.settings.parser import Parser
 from fedbench.sweeping import study
 from fedbench.sweeping.study import Point, Study
 from fedbench.text import nearest, say, shown
@@ -70,7 +71,7 @@ def main(argv: list[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    own = config.Parser(
+    own = Parser(
         prog="python -m fedbench sweep",
         usage="python -m fedbench sweep --algo NAME --dataset NAME -n 10 20 50 ... [flags]",
         description="Run train.py for every combination of the values given, several at once, and compare the results.",

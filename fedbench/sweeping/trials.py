@@ -15,7 +15,8 @@ from typing import Any
 from fedbench.errors import FedbenchError
 from fedbench.experiment import processes
 from fedbench.files import read_json, write_json
-from fedbench.settings.config import RunConfig, resolve
+from fedbench.settings.command_line import resolve
+from fedbench.settings.config import RunConfig
 
 SECONDS = 60.0
 """how long all trials together may take"""
@@ -101,9 +102,9 @@ def main(folder: Path, algorithms: Sequence[str]) -> None:
 def _try(config: RunConfig, started: float) -> Trial:
     import torch
 
-    from fedbench.commands import bench
     from fedbench.experiment.machine import choose_device, set_threads
     from fedbench.experiment.prepare import check_cohort, prepare
+    from fedbench.experiment.round_timing import PARTS, bounded_split, round_parts
     from fedbench.simulation.federation import Federation
 
     set_threads(config.threads or 1)
@@ -113,13 +114,13 @@ def _try(config: RunConfig, started: float) -> Trial:
     check_cohort(config.algorithm, split)
     everybody, device = split.clients, choose_device(config.device)
     dtype = torch.float64 if config.dtype == "float64" else torch.float32
-    split = bench.bounded_split(config, split, STATE_MB, dtype, device)
+    split = bounded_split(config, split, STATE_MB, dtype, device)
     share = split.clients / everybody
     federation = Federation.start(config.algorithm, split, config.seed, device, dtype, kernel=config.kernel, compile=config.compile)
     rounds: list[dict[str, float]] = []
     while not rounds or (len(rounds) < MOST_ROUNDS and time.perf_counter() - began - loaded < ENOUGH):
-        rounds.append(bench.round_parts(federation, time.perf_counter))
-    parts = {name: min(one[name] for one in rounds) for name in bench.PARTS}  # the first may have compiled something
+        rounds.append(round_parts(federation, time.perf_counter))
+    parts = {name: min(one[name] for one in rounds) for name in PARTS}  # the first may have compiled something
     return Trial(
         start=started + loaded,
         work=parts["sample"] + parts["train"] + parts["aggregate"],
