@@ -47,6 +47,15 @@ def shown(text: object, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in str(text))
 
 
+def human(size: float) -> str:
+    """A number of bytes: 999 B, 12 MB, 1.5 TB."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
 def say(text: object = "", file: TextIO | None = None) -> None:
     """Print for people: what a line holds cannot steer the terminal. Where nobody reads any more (behind `head`), it goes nowhere."""
     try:

@@ -528,7 +528,9 @@ def test_every_package_that_is_imported_is_asked_for() -> None:
 
 
 def test_help_imports_no_package() -> None:
-    code = "import sys; from fedbench import cli; cli.main(['--help']); print([name for name in cli.PACKAGES if name in sys.modules])"
+    code = (
+        "import sys; from fedbench.commands import cli; cli.main(['--help']); print([name for name in cli.PACKAGES if name in sys.modules])"
+    )
     assert started("-c", code).stdout.splitlines()[-1] == "[]"
 
 

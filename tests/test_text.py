@@ -121,7 +121,9 @@ def test_nothing_steers_the_terminal_from_a_log_line(tmp_path: Path, capsys: pyt
 
 
 def test_nothing_steers_the_terminal_before_logging_is_set_up() -> None:
-    said = "import logging; from fedbench import cli; cli.guard(lambda _: logging.getLogger('x').warning('%s', '\\x1b[31m') or 0, [])"
+    said = (
+        "import logging; from fedbench.commands import cli; cli.guard(lambda _: logging.getLogger('x').warning('%s', '\\x1b[31m') or 0, [])"
+    )
     done = subprocess.run([sys.executable, "-c", said], cwd=ROOT, capture_output=True, text=True, check=True)
     assert r"\x1b[31m" in done.stderr and harmless(done.stderr)
 

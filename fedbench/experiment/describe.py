@@ -9,11 +9,11 @@ import numpy as np
 
 from fedbench.contract.dataset import Interactions
 from fedbench.data.split import Split
-from fedbench.experiment.summary import human
 from fedbench.settings.config import RunConfig
 from fedbench.simulation import kernel_check
 from fedbench.simulation.client_store import Disk
 from fedbench.simulation.federation import Federation
+from fedbench.text import human
 
 log = logging.getLogger("fedbench")
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedbench import files
+from fedbench.data.protocol import Protocol
 from fedbench.errors import DataError, UsageError
 from fedbench.text import is_number
 from fedbench.tracking import mirror_process
@@ -128,6 +129,12 @@ def check_rounds(out: Path, done: int) -> None:
         if not is_number(line.get("seconds")):
             what = f"round {line['round']} has no seconds, so no run wrote it"
             raise UsageError(f"--resume {out}: {path}: {what}; start again with another --out")
+
+
+def over_folds(summary: dict[str, Any]) -> str:
+    """The fingerprint of all folds together."""
+    fields = {key: value for key, value in summary["protocol_fields"].items() if key != "protocol"}
+    return Protocol(summary["protocol"], **{**fields, "fold": None}).fingerprint(summary["data_checksum"])
 
 
 def _is_whole(value: object) -> bool:

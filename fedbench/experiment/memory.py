@@ -14,8 +14,8 @@ from fedbench.contract.algorithm import Algorithm, Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.data.split import Split
 from fedbench.errors import FedbenchError
-from fedbench.experiment.summary import human
 from fedbench.simulation.client_store import free_memory
+from fedbench.text import human
 
 SAMPLE_BYTES = 12
 """of a training sample: the item, its place among the client's items, and the label"""

@@ -34,8 +34,10 @@ from fedbench.evaluation.metrics import (
     spread,
 )
 from fedbench.evaluation.significance import bootstrap, bounds
+from fedbench.experiment.folder import over_folds
 from fedbench.settings.config import RunConfig
 from fedbench.simulation.federation import COUNTED, Federation
+from fedbench.text import human
 
 LONGEST_NAME = 28
 """of a row in the final table, which must fit a terminal of 80 columns"""
@@ -204,14 +206,6 @@ def metric_rows(rows: Sequence[tuple[str, Mapping[str, float]]], columns: Sequen
     return lines
 
 
-def human(size: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
 def per_client(parts: Split, outcome: Mapping[str, np.ndarray], refit: Mapping[str, np.ndarray] | None = None) -> pd.DataFrame:
     """One row a client: its name in the source, how much it trained on, its ranks and popularity's, or its errors and the means'."""
     columns = {"user": parts.user_ids[parts.evaluated].astype(str), "train_items": parts.train_counts[parts.evaluated]}
@@ -259,12 +253,6 @@ def _intervals(clients: Sequence[pd.DataFrame]) -> dict[str, tuple[float, float]
     ]
     means = bootstrap([np.stack([run[name] for run in by_run]) for name in by_run[0]])
     return dict(zip(by_run[0], map(bounds, means), strict=True))
-
-
-def over_folds(summary: dict[str, Any]) -> str:
-    """The fingerprint of all folds together."""
-    fields = {key: value for key, value in summary["protocol_fields"].items() if key != "protocol"}
-    return Protocol(summary["protocol"], **{**fields, "fold": None}).fingerprint(summary["data_checksum"])
 
 
 def _deviation(values: list[Any]) -> Any:

@@ -10,12 +10,12 @@ import pandas as pd
 
 from fedbench.evaluation import significance
 from fedbench.evaluation.significance import LEVEL
-from fedbench.experiment.summary import human
 from fedbench.reporting import charts
 from fedbench.reporting.boards import RANKING, Board, Method, Row
 from fedbench.reporting.charts import MOST_CURVES, MOST_KEYED, Bar, Curve, Point
 from fedbench.reporting.page import Figure, listed, slug
 from fedbench.settings.naming import CANARIES
+from fedbench.text import human
 from fedbench.tracking.figures import heatmap
 
 MOST_BARS = 30

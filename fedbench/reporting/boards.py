@@ -17,8 +17,7 @@ from fedbench.errors import DataError, UsageError
 from fedbench.evaluation import significance
 from fedbench.evaluation.metrics import client_metrics
 from fedbench.evaluation.significance import bounds
-from fedbench.experiment.folder import FLOOR, read_clients, read_rounds, read_settings, read_summary
-from fedbench.experiment.summary import over_folds
+from fedbench.experiment.folder import FLOOR, over_folds, read_clients, read_rounds, read_settings, read_summary
 from fedbench.settings.naming import NOT_HASHED
 
 SHORT = {"clients_per_round": "n", "local_epochs": "e"}

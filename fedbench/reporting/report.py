@@ -14,7 +14,6 @@ import numpy as np
 from fedbench.errors import UsageError
 from fedbench.evaluation import significance
 from fedbench.evaluation.significance import LEVEL, RESAMPLES
-from fedbench.experiment.summary import human
 from fedbench.reporting import charts
 from fedbench.reporting.board_figures import figures
 from fedbench.reporting.boards import (
@@ -35,7 +34,7 @@ from fedbench.reporting.charts import Bar
 from fedbench.reporting.page import Cell, Figure, Page, Section, Table, listed, slug, write
 from fedbench.settings.naming import CANARIES
 from fedbench.settings.parser import Parser
-from fedbench.text import say
+from fedbench.text import human, say
 from fedbench.tracking import views
 from fedbench.tracking.mirror_process import finished_folders
 from fedbench.tracking.run_log import mlflow_run_of

@@ -11,11 +11,10 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from fedbench.experiment.summary import human
 from fedbench.files import write_text
 from fedbench.settings.naming import HEADLINE, REPLICATES, SELECT, short, title
 from fedbench.sweeping.study import Grid, Study
-from fedbench.text import shown
+from fedbench.text import human, shown
 from fedbench.tracking import figures
 
 SHOWN = ("hr_10", "ndcg_10", "full_hr_10", "full_ndcg_10", "rmse", "mae", "accuracy")
