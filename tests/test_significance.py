@@ -6,14 +6,21 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from fedbench.contract.randomness import Draw
 from fedbench.evaluation import significance
-from fedbench.evaluation.significance import bootstrap, bounds, critical_difference, holm, interval, pareto, wilcoxon
+from fedbench.evaluation.significance import bootstrap, bounds, critical_difference, holm, interval, pareto, uniform, wilcoxon
 
 
 def values(seeds: int, clients: int, mean: float, seed: int = 0, spread: float = 0.02) -> np.ndarray:
     """[seeds, U]: clients differ, and seeds shift all of them together."""
     rng = np.random.default_rng(seed)
     return mean + spread * rng.normal(size=(seeds, 1)) + 0.3 * rng.normal(size=(seeds, clients))
+
+
+@pytest.mark.parametrize("n", [1, 7, 943, 40_000])
+def test_resamples_are_drawn_as_every_other_random_number(n: int) -> None:
+    who = np.arange(3, 40)
+    assert np.array_equal(uniform(5, "report clients", who, n), Draw(5, clients=who).uniform("report clients", n).numpy())
 
 
 @pytest.mark.parametrize("seeds", [1, 2, 5])
