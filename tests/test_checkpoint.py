@@ -175,7 +175,7 @@ def test_rounds_between_checkpoints(text: str, due: list[int]) -> None:
 
 def test_time_between_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now)
+    monkeypatch.setattr("fedbench.settings.cadence.time.monotonic", lambda: now)
     every, auto = Cadence.of("5m"), Cadence.of("auto")
     now = 160.0
     assert auto.due(1) and not every.due(1)
