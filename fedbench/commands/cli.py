@@ -179,6 +179,15 @@ def guard(command: Command, argv: list[str]) -> int:
         return _report_internal(error, debug)
 
 
+def _blamed(error: Exception) -> str:
+    """What to say if the error is that of an algorithm's own code; "" otherwise. Where no algorithm was loaded there is none to blame."""
+    if "fedbench.contract.plugin_errors" not in sys.modules:
+        return ""
+    from fedbench.contract import plugin_errors
+
+    return str(plugin_errors.blame(error) or "")
+
+
 def _exit_code(command: Command, argv: list[str]) -> int:
     try:
         return command(argv)
@@ -204,6 +213,8 @@ def report_error(message: str, code: int, debug: bool = False, kind: str = "erro
 
 
 def _report_internal(error: Exception, debug: bool) -> int:
+    if said := _blamed(error):
+        return report_error(said, UsageError.exit_code, debug)
     hint = "" if debug else " (run again with --debug for the traceback)"
     return report_error(f"{type(error).__name__}: {error}{hint}", 1, debug, kind="internal error")
 

@@ -15,7 +15,7 @@ import pkgutil
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.machinery import SourceFileLoader
@@ -25,6 +25,7 @@ from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 from fedbench import files, trust
+from fedbench.contract import plugin_errors, static_checks
 from fedbench.contract.algorithm import Algorithm
 from fedbench.contract.dataset import DatasetOptions, Interactions
 from fedbench.errors import UsageError
@@ -54,8 +55,10 @@ _datasets: dict[str, Dataset] = {}
 """by name and by alias"""
 
 
-def register(name: str, *, summary: str) -> Callable[[AlgorithmClass], AlgorithmClass]:
+def register(name: str, *, summary: str | None = None) -> Callable[[AlgorithmClass], AlgorithmClass]:
     """Class decorator, above `@dataclass(frozen=True)`: make an algorithm known as `--algo name`."""
+    if not isinstance(name, str) or not isinstance(summary, str):
+        raise TypeError('register needs a name and a summary: @register("name", summary="what it is, in one line")')
 
     def add(cls: AlgorithmClass) -> AlgorithmClass:
         _add_algorithm(name, cls, summary)
@@ -172,27 +175,11 @@ def _add_algorithm(name: str, cls: type[Algorithm], summary: str) -> None:
     _check_name(name)
     if not (isinstance(cls, type) and issubclass(cls, Algorithm)):
         raise TypeError(f"{cls!r} is not a subclass of fedbench.contract.algorithm.Algorithm")
-    _check_facts(cls)
-    own = {key for key, kind in vars(cls).get("__annotations__", {}).items() if "ClassVar" not in str(kind)}
-    if own and "__dataclass_fields__" not in vars(cls):
-        raise TypeError(f"{cls.__qualname__} has fields but is not a dataclass; put @dataclass(frozen=True) above it")
+    plugin_errors.remember(cls.__module__)
+    static_checks.check_class(cls)
     _refuse_twice("algorithm", name, cls, _algorithms.get(name))
     cls.name, cls.summary = name, summary
     _algorithms[name] = cls
-
-
-def _check_facts(cls: type[Algorithm]) -> None:
-    """What a class says of itself is read by others, who rely on its form."""
-    if not _are_words(cls.tables):
-        raise TypeError(f"{cls.__qualname__}.tables must be a tuple of names, not {cls.tables!r}")
-    if not isinstance(cls.published, Mapping) or not _are_words(tuple(cls.published)):
-        raise TypeError(f"{cls.__qualname__}.published must be a dict from names of fields to values, not {cls.published!r}")
-    if not isinstance(cls.choices, Mapping) or not all(map(_are_words, (tuple(cls.choices), *cls.choices.values()))):
-        raise TypeError(f"{cls.__qualname__}.choices must be a dict from names of fields to tuples of words, not {cls.choices!r}")
-
-
-def _are_words(things: object) -> bool:
-    return isinstance(things, tuple | list) and all(isinstance(thing, str) for thing in things)
 
 
 def _add_dataset(entry: Dataset) -> None:
@@ -219,10 +206,7 @@ def _refuse_twice(what: str, name: str, new: Any, known: Any) -> None:
 def _origin(thing: Any) -> str:
     """A class's or function's module, or its file if it was named by path."""
     module = sys.modules.get(thing.__module__)
-    return str(module.__file__) if module and thing.__module__.startswith(_BY_PATH) else str(thing.__module__)
-
-
-_BY_PATH = "fedbench_file_"
+    return str(module.__file__) if module and thing.__module__.startswith(plugin_errors.BY_PATH) else str(thing.__module__)
 
 
 @cache
@@ -291,7 +275,7 @@ def _algorithm_in(path: Path, content: bytes) -> type[Algorithm]:
         if not registered:
             try:
                 _add_algorithm(re.sub(r"[^\w.-]", "_", path.stem), found[0], _summary(found[0]))
-            except (TypeError, ValueError) as error:
+            except ValueError as error:
                 raise UsageError(f"--algo {path}: {error}") from error
     return found[0]
 
@@ -327,7 +311,7 @@ class _Source(SourceFileLoader):
 
 def _imported(path: Path, content: bytes) -> ModuleType:
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
-    name = f"{_BY_PATH}{re.sub(r'[^A-Za-z0-9]', '_', path.stem)}_{digest}"
+    name = f"{plugin_errors.BY_PATH}{re.sub(r'[^A-Za-z0-9]', '_', path.stem)}_{digest}"
     place = str(path.resolve())
     spec = importlib.util.spec_from_file_location(name, place, loader=_Source(name, place, content))
     assert spec is not None and spec.loader is not None
@@ -341,7 +325,7 @@ def _imported(path: Path, content: bytes) -> ModuleType:
         raise
     except BaseException as error:
         del sys.modules[name]
-        raise UsageError(f"--algo {path}: cannot be imported: {_one_line(error)}") from error
+        raise UsageError(f"--algo {path}{plugin_errors.of_import(error, place)}") from error
     return module
 
 

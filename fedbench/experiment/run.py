@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from fedbench import trust
 from fedbench.console import fitted
+from fedbench.contract import plugin_errors
 from fedbench.contract.dataset import Interactions
 from fedbench.data.split import Split
 from fedbench.errors import DataError, FedbenchError, Interrupted, UsageError
@@ -97,6 +98,7 @@ def in_processes(configs: Sequence[RunConfig], work: Path, at_once: int) -> list
     return [folder.read_summary(out) for out in folders.values()]
 
 
+@plugin_errors.blamed()
 def run(config: RunConfig) -> dict[str, Any]:
     """Carry out a run; returns the summary that was written."""
     setup_logging(config.quiet, config.debug)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from fedbench.contract import registry
+from fedbench.contract import plugin_errors, registry
 from fedbench.contract.algorithm import Algorithm
 from fedbench.contract.dataset import DatasetOptions
 from fedbench.data.protocol import PRESETS, Protocol
@@ -47,8 +47,9 @@ def configs_of(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[st
 def _made(cls: type[Algorithm], said: Mapping[str, Any]) -> Algorithm:
     """The algorithm with these values, checked; what goes wrong in its own code is its own error."""
     try:
-        algorithm = cls(**_fields_said(cls, said))
-        algorithm.check(None)
+        with plugin_errors.blamed():
+            algorithm = cls(**_fields_said(cls, said))
+            algorithm.check(None)
     except FedbenchError:
         raise
     except Exception as error:

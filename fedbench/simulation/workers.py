@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fedbench.contract import plugin_errors
 from fedbench.contract.algorithm import Tensors
 from fedbench.errors import DataError, FedbenchError, NotFinite, UsageError
 from fedbench.parts.mixing import BLOCK, Rows, Tables
@@ -168,7 +169,8 @@ def exchanged(work: Callable[[], Any]) -> list[Any]:
         return [work()]
     mine: Exception | None = None
     try:
-        word = {"said": work()}
+        with plugin_errors.blamed():
+            word = {"said": work()}
     except Exception as error:
         mine = error
         said = str(error) if isinstance(error, FedbenchError) else f"{type(error).__name__}: {error}"

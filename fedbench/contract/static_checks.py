@@ -1,0 +1,223 @@
+"""What can be told of an algorithm's class without running it: names, signatures, fields and their values."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, ClassVar, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from fedbench.contract.algorithm import Algorithm
+from fedbench.contract.plugin_errors import fault, is_ours, meant
+
+KINDS = (int, float, str, bool, Path)
+ALLOWED = "int, float, str, bool, Path, tuple[int, ...] or one of them | None"
+EXPECTED = {int: "a whole number", float: "a number", str: "a word", bool: "True or False", Path: "a Path"}
+NEAR = 0.8
+"""how alike a name must be to that of a hook to be taken for a slip"""
+
+
+class Kind(NamedTuple):
+    """A field's type, taken apart."""
+
+    member: type
+    several: bool
+    optional: bool
+
+    @classmethod
+    def of(cls, kind: Any) -> Kind | None:
+        """None if no flag can have this type."""
+        members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+        kinds = [member for member in members if member is not NoneType]
+        if len(kinds) != 1:
+            return None
+        several = get_origin(kinds[0]) is tuple
+        if several and get_args(kinds[0])[1:] != (...,):
+            return None
+        member = get_args(kinds[0])[0] if several else kinds[0]
+        return cls(member, several, NoneType in members) if member in KINDS else None
+
+    def problem(self, value: object, words: tuple[str, ...] = ()) -> str:
+        """What is wrong with a value of a field of this type that may be one of these words; "" if nothing is."""
+        if value is None:
+            return "" if self.optional else "is None; write the type as X | None if it may be missing"
+        if self.several and not isinstance(value, tuple | list):
+            return f"must be a tuple, not {value!r}"
+        for one in value if self.several and isinstance(value, tuple | list) else (value,):
+            number = isinstance(one, int | float) and self.member is float
+            if not (number or isinstance(one, self.member)) or (isinstance(one, bool) and self.member is not bool):
+                return f"must be {EXPECTED[self.member]}{' in each place' if self.several else ''}, not {one!r}"
+            if words and one not in words:
+                return f"must be one of {', '.join(words)}, not {one!r}{meant(one, words)}"
+        return ""
+
+
+def check_class(cls: type[Algorithm]) -> None:
+    """Raise PluginError for the first mistake in a class. What it inherits from another algorithm was looked at there."""
+    if not is_ours(cls):
+        _check_dataclass(cls)
+        _check_names(cls)
+    for name in _hooks():
+        _check_hook(cls, name)
+    _check_facts(cls)
+    _check_fields(cls)
+
+
+def _hooks() -> list[str]:
+    """What the engine calls or reads of an algorithm, methods and properties."""
+    return [
+        name for name, thing in vars(Algorithm).items() if not name.startswith("_") and (callable(thing) or isinstance(thing, property))
+    ]
+
+
+def _facts() -> list[str]:
+    """What a class says of itself: its ClassVars."""
+    return [name for name, kind in Algorithm.__annotations__.items() if "ClassVar" in str(kind)]
+
+
+def _check_dataclass(cls: type[Algorithm]) -> None:
+    own = _own_fields(cls)
+    if own and "__dataclass_fields__" not in vars(cls):
+        raise fault(cls, "", f"{cls.__qualname__} has fields but is not a dataclass; put @dataclass(frozen=True) right above `class`")
+
+
+def _own_fields(cls: type) -> list[str]:
+    return [name for name, kind in vars(cls).get("__annotations__", {}).items() if "ClassVar" not in str(kind) and kind is not ClassVar]
+
+
+def _check_names(cls: type[Algorithm]) -> None:
+    """Names near to a hook's but not one, fields without a type, and fields that hide something."""
+    inherited = {name for base in cls.__mro__[1:] for name in vars(base)}
+    fields = {field.name for field in dataclasses.fields(cls)}
+    hooks, facts = _hooks(), _facts()
+    for name in _own_fields(cls):
+        if name in {*hooks, *facts}:
+            what = "drop the annotation: it is no flag" if name in facts else "the engine calls a function of that name; rename the field"
+            raise fault(cls, name, f"the field {name!r} hides what every algorithm has; {what}")
+        if (near := difflib.get_close_matches(name, facts, 1, 0.9)) and near[0] not in vars(cls):
+            raise fault(cls, name, f"{name!r} would be a flag; did you mean {near[0]!r}?")
+    for name, thing in list(vars(cls).items()):
+        if name.startswith("_") or name in _own_fields(cls):
+            continue
+        is_code = callable(thing) or isinstance(thing, property | classmethod | staticmethod) or hasattr(thing, "__get__")
+        if not is_code and name in fields:
+            kind = next(field.type for field in dataclasses.fields(cls) if field.name == name)
+            raise fault(cls, name, f"without a type this sets no flag; write `{name}: {kind} = {thing!r}`")
+        if is_code and name in fields:
+            raise fault(cls, name, f"the function {name!r} has the name of a flag that it inherits; rename it")
+        if name in inherited:
+            continue
+        if is_code:
+            _refuse_near_hook(cls, name, thing, hooks)
+        elif name not in vars(cls).get("__annotations__", {}):
+            slip = meant(name, facts)
+            hint = "" if slip else f"write `{name}: {type(thing).__name__} = {thing!r}` to make it one, or call it _{name}"
+            raise fault(
+                cls, name, f"{name!r} has no type, so it is no flag, and no algorithm has a setting of that name{slip}; {hint}".rstrip("; ")
+            )
+        elif slip := meant(name, facts):
+            raise fault(cls, name, f"no algorithm has a setting {name!r}{slip}")
+
+
+def _refuse_near_hook(cls: type[Algorithm], name: str, thing: object, hooks: list[str]) -> None:
+    """A helper may be called anything; but not almost as a hook that the class does not have, with the hook's arguments."""
+    word = name.strip("_").lower()
+    for hook in difflib.get_close_matches(word, hooks, 1, NEAR):
+        mine, theirs = _parameters(thing), _parameters(vars(Algorithm)[hook])
+        if hook not in vars(cls) and (len(mine) == len(theirs) or set(mine) & set(theirs)):
+            raise fault(cls, name, f"the engine calls no {name!r}; did you mean {hook!r}?")
+
+
+def _parameters(thing: object) -> list[str]:
+    """Names of a method's arguments after self."""
+    function = thing.fget if isinstance(thing, property) else getattr(thing, "__func__", thing)
+    try:
+        return list(inspect.signature(function).parameters)[0 if isinstance(thing, staticmethod) else 1 :]  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return []
+
+
+def _check_hook(cls: type[Algorithm], name: str) -> None:
+    """What overrides a hook must take what the engine gives."""
+    mine, theirs = inspect.getattr_static(cls, name), vars(Algorithm)[name]
+    if mine is theirs:
+        return
+    if isinstance(theirs, property):
+        if callable(mine):
+            raise fault(cls, name, f"{name} is read, not called; put @property above it")
+        return
+    if isinstance(mine, property) or not (callable(mine) or isinstance(mine, staticmethod | classmethod)):
+        raise fault(cls, name, f"{name} must be a function: {_shape(name, theirs)}")
+    given = _parameters(theirs)
+    bound: Callable[..., Any] = mine.__get__(object(), cls) if hasattr(mine, "__get__") else mine
+    try:
+        signature = inspect.signature(bound)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        if "self" not in list(inspect.signature(getattr(mine, "__func__", mine)).parameters)[:1] and not isinstance(mine, staticmethod):
+            raise fault(cls, name, f"{name} needs self as its first argument: {_shape(name, theirs)}") from None
+        raise fault(cls, name, f"the engine calls {_shape(name, theirs)}: {error}") from None
+
+
+def _shape(name: str, thing: Any) -> str:
+    return f"{name}({', '.join(['self', *_parameters(thing)])})"
+
+
+def _check_facts(cls: type[Algorithm]) -> None:
+    """What a class says of itself is read by others, who rely on its form."""
+    if isinstance(cls.tables, str) or not _are_words(tuple(cls.tables) if isinstance(cls.tables, Mapping) else cls.tables):
+        raise fault(cls, "tables", f"tables must be a tuple of names, such as ('items',), not {cls.tables!r}")
+    for name in ("summed", "mailed"):
+        if not _are_words(getattr(cls, name, ())):
+            raise fault(cls, name, f"{name} must be a tuple of names, not {getattr(cls, name)!r}")
+    if not isinstance(cls.published, Mapping) or not _are_words(tuple(cls.published)):
+        raise fault(cls, "published", f"published must be a dict from names of fields to values, not {cls.published!r}")
+    if not isinstance(cls.choices, Mapping) or not all(map(_are_words, (tuple(cls.choices), *cls.choices.values()))):
+        raise fault(cls, "choices", f"choices must be a dict from names of fields to tuples of words, not {cls.choices!r}")
+
+
+def _are_words(things: object) -> bool:
+    return isinstance(things, tuple | list) and all(isinstance(thing, str) for thing in things)
+
+
+def _check_fields(cls: type[Algorithm]) -> None:
+    """Fields are flags: a type that a flag can have, a default, and values that fit."""
+    try:
+        hints = get_type_hints(cls)
+    except (NameError, TypeError, SyntaxError) as error:
+        raise fault(cls, "", f"the type of a field cannot be read: {error}") from None
+    kinds: dict[str, Kind] = {}
+    for field in dataclasses.fields(cls):
+        if not field.init:
+            continue
+        kind = Kind.of(hints[field.name])
+        if kind is None:
+            shown = hints[field.name].__name__ if isinstance(hints[field.name], type) else hints[field.name]
+            raise fault(cls, field.name, f"the field {field.name!r} is a {shown}, which cannot be a flag's type; use {ALLOWED}")
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise fault(cls, field.name, f"the field {field.name!r} is a flag and needs a default")
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if problem := kind.problem(default, tuple(cls.choices.get(field.name, ()))):
+            raise fault(cls, field.name, f"the default of {field.name!r} {problem}")
+        kinds[field.name] = kind
+    for name in cls.choices:
+        if name not in kinds:
+            raise fault(cls, "choices", f"choices: there is no field {name!r}{meant(name, kinds)}")
+        if kinds[name].member is not str:
+            raise fault(cls, "choices", f"choices: the field {name!r} takes no words; its type is {hints[name]}")
+    for name in {name for base in cls.__mro__[1:] if issubclass(base, Algorithm) for name in base.choices}:
+        if name in kinds and name not in cls.choices:
+            raise fault(
+                cls, "choices", f"choices leaves out {name!r}, which it inherits; write {{**{cls.__mro__[1].__name__}.choices, ...}}"
+            )
+    for name, value in cls.published.items():
+        if name not in kinds:
+            raise fault(cls, "published", f"published: there is no field {name!r}{meant(name, kinds)}")
+        if problem := kinds[name].problem(value, tuple(cls.choices.get(name, ()))):
+            raise fault(cls, "published", f"published: {name} {problem}")
