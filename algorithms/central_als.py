@@ -17,8 +17,8 @@ from torch import Tensor
 from fedbench.contract.algorithm import Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
-from fedbench.kernels.fused import DotBCE
 from fedbench.parts.central import Central, Pool
+from fedbench.parts.fused_models import DotBCE
 
 ROWS = 1 << 14
 """padded rows that are solved with at once"""

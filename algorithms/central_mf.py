@@ -15,8 +15,8 @@ from torch import Tensor
 from fedbench.contract.algorithm import Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
-from fedbench.kernels.fused import TINY, DotBCE, train_pool
 from fedbench.parts.central import Descent, Pool
+from fedbench.parts.fused_models import TINY, DotBCE, train_pool
 
 
 @register("central_mf", summary="ceiling: matrix factorisation by Adam with all data in one place")

@@ -15,8 +15,8 @@ from fedbench.contract.algorithm import Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
 from fedbench.errors import UsageError
-from fedbench.kernels.fused import NeuMFBCE
 from fedbench.parts.central import Descent
+from fedbench.parts.fused_models import NeuMFBCE
 from fedbench.parts.merging import init_mlp, mlp
 
 

@@ -23,12 +23,11 @@ from torch import Tensor
 from fedbench.contract.algorithm import Answer, Batch, Phase, Tensors, World, bce
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.uploads import Rows, Uploads
 from fedbench.errors import UsageError
-from fedbench.kernels.fused import NeuMFBCE
+from fedbench.parts.fused_models import NeuMFBCE
 from fedbench.parts.merging import init_mlp, mlp
-from fedbench.parts.mixing import Rows
 from fedbench.parts.server_optimizer import SharedModel
-from fedbench.simulation.engine import Uploads
 
 
 @register("fedavg_ncf", summary="NCF (NeuMF) by federated averaging: item rows and layers shared, user embeddings private")

@@ -27,11 +27,11 @@ from torch import Tensor
 from fedbench.contract.algorithm import Algorithm, Answer, Batch, Phase, Tensors, World, bce
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.uploads import Tables, Uploads
 from fedbench.errors import UsageError
-from fedbench.kernels.fused import DotBCE, ElasticBCE
+from fedbench.parts.fused_models import DotBCE, ElasticBCE
 from fedbench.parts.merging import MERGES, elastic, init_mlp, static
-from fedbench.parts.mixing import Tables, delivered, signatures, similarity, solve_weights
-from fedbench.simulation.engine import Uploads
+from fedbench.parts.mixing import delivered, signatures, similarity, solve_weights
 
 
 @register("fedem", summary="elastic merging: own item tables, similarity-weighted aggregation, a learned merge")

@@ -13,9 +13,9 @@ from torch import Tensor
 from fedbench.contract.algorithm import Answer, Batch, Phase, Tensors, World, bce
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
-from fedbench.kernels.fused import DotBCE
+from fedbench.contract.uploads import Uploads
+from fedbench.parts.fused_models import DotBCE
 from fedbench.parts.server_optimizer import SharedModel
-from fedbench.simulation.engine import Uploads
 
 
 @register("fedmf", summary="federated matrix factorisation: item table shared, user vectors private")

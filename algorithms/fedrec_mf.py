@@ -23,10 +23,10 @@ from torch import Tensor
 from fedbench.contract.algorithm import Answer, Batch, Extra, Phase, Tensors, World, bce
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.uploads import Uploads
 from fedbench.errors import UsageError
-from fedbench.kernels.fused import BiasedBCE, BiasedMSE
+from fedbench.parts.fused_models import BiasedBCE, BiasedMSE
 from fedbench.parts.server_optimizer import SharedModel
-from fedbench.simulation.engine import Uploads
 
 LEARNING_RATES = {"batch": 0.8, "stochastic": 0.02, "implicit": 0.02}
 

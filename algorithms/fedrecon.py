@@ -26,12 +26,12 @@ from torch import Tensor
 from fedbench.contract.algorithm import Answer, Batch, Phase, Stage, Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.uploads import Uploads
 from fedbench.errors import UsageError
-from fedbench.kernels.fused import DotBCE
-from fedbench.kernels.ridge import Ridge
+from fedbench.parts.fused_models import DotBCE
 from fedbench.parts.newton import newton_step, packed
+from fedbench.parts.ridge import Ridge
 from fedbench.parts.server_optimizer import OPTIMIZERS, SharedModel
-from fedbench.simulation.engine import Uploads
 
 
 @register("fedrecon", summary="federated reconstruction: clients keep nothing, user vectors are rebuilt each round (closed form or sgd)")

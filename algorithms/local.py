@@ -13,7 +13,7 @@ from torch import Tensor
 from fedbench.contract.algorithm import Algorithm, Batch, Phase, Tensors, World, bce
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
-from fedbench.kernels.fused import DotBCE
+from fedbench.parts.fused_models import DotBCE
 
 
 @register("local", summary="every client alone, no server: must stay at chance on an honest protocol")

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedbench.contract.algorithm import Algorithm, Answer, Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
-from fedbench.simulation.engine import Uploads
+from fedbench.contract.uploads import Uploads
 
 
 @register("popularity", summary="rank items by how many clients have them: the floor to clear")

@@ -21,7 +21,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fedbench.experiment.run import prepare, set_threads
+from fedbench.experiment.machine import set_threads
+from fedbench.experiment.prepare import prepare
 from fedbench.settings.command_line import resolve  # first: it sets up what torch and numba read when they are imported
 
 # isort: split
@@ -32,9 +33,10 @@ from torch import Tensor
 from fedbench.algorithms.fedem import FedEM
 from fedbench.contract.algorithm import Answer
 from fedbench.data.split import Split
-from fedbench.evaluation.metrics import ranking_metrics, ranks_among
+from fedbench.evaluation.metrics import ranking_metrics
 from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.federation import Federation
+from fedbench.simulation.scoring import ranks_among
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 NEW = FedEM()

@@ -19,7 +19,8 @@ import torch
 
 from fedbench.contract.dataset import DatasetOptions
 from fedbench.data.protocol import PRESETS
-from fedbench.data.split import Samples, Split, split
+from fedbench.data.sampling import Samples
+from fedbench.data.split import Split, split
 from fedbench.datasets.synthetic import load
 
 

@@ -10,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.decomposition import PCA
 
+from fedbench.contract.uploads import AVERAGES, Rows, weighted_tables
 from fedbench.errors import FedbenchError, NotFinite, UsageError
-from fedbench.parts import mixing
-from fedbench.parts.mixing import Rows, project_to_simplex, signatures, similarity, solve_weights, summed_by_item, weighted_tables
+from fedbench.kernels import mixing as kernel
+from fedbench.kernels.mixing import signatures
+from fedbench.kernels.rows import summed_by_item
+from fedbench.parts.mixing import project_to_simplex, similarity, solve_weights
 
 SIZES = st.integers(2, 40)
 SEEDS = st.integers(0, 10_000)
@@ -114,12 +117,12 @@ def test_a_cap_that_cannot_hold_is_refused_and_the_one_advised_is_taken(size: in
 # ---- similarity ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", [None, mixing.BLOCK, 200])
+@pytest.mark.parametrize("block", [None, kernel.BLOCK, 200])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 1e-3)])
 def test_signatures_against_sklearn(block: int | None, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
     if block:  # in chunks, as on a GPU; 200: one client of 40 × 5 at a time
-        monkeypatch.setattr(mixing, "BLOCK", block)
-        monkeypatch.setattr(mixing, "_scores_on_cpu", mixing._scores_in_chunks)
+        monkeypatch.setattr(kernel, "BLOCK", block)
+        monkeypatch.setattr(kernel, "_scores_on_cpu", kernel._scores_in_chunks)
     tables = normal(6, 40, 5) * torch.tensor([3.0, 2, 1, 1, 1]) + 10
     expected = []
     for table in tables.numpy():
@@ -176,7 +179,7 @@ def test_combine_against_loops(shape: tuple[int, ...]) -> None:
     value = normal(len(sent), *shape)
     counts = torch.bincount(torch.tensor([c for c, _ in sent]), minlength=clients)
     rows = Rows(counts, torch.tensor([i for _, i in sent]), value)
-    got = {how: rows.combine(items, how) for how in mixing.AVERAGES}
+    got = {how: rows.combine(items, how) for how in AVERAGES}
     for item in range(items):
         mine = [value[r] for r, (_, i) in enumerate(sent) if i == item]
         total = sum(mine, torch.zeros(shape, dtype=torch.float64))

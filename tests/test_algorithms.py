@@ -25,17 +25,19 @@ from fedbench.algorithms.popularity import Popularity
 from fedbench.algorithms.random_scores import Random
 from fedbench.contract.algorithm import Algorithm, Tensors, World
 from fedbench.contract.randomness import Draw
-from fedbench.data.split import Samples, Split, cohort_of, sample_round
+from fedbench.contract.uploads import Rows, Uploads
+from fedbench.data.sampling import Samples, cohort_of, sample_round
+from fedbench.data.split import Split
 from fedbench.errors import UsageError
 from fedbench.evaluation.metrics import metrics_of
 from fedbench.experiment import checkpoint, run_state
 from fedbench.experiment.summary import Best
-from fedbench.parts.mixing import Rows
 from fedbench.settings.config import RunConfig
 from fedbench.simulation.client_store import ClientStore
-from fedbench.simulation.engine import Engine, Uploads, sent_whole
+from fedbench.simulation.engine import Engine
 from fedbench.simulation.failures import Failures
 from fedbench.simulation.federation import Federation, world_of
+from fedbench.simulation.sending import sent_whole
 from fedbench.testing import loop_engine
 from tests.conftest import small_split, without_samples
 

@@ -22,7 +22,7 @@ from fedbench.commands.bench import (
 )
 from fedbench.commands.growth import drawn, exponent, fixed, growth, quantities
 from fedbench.contract import registry
-from fedbench.data.split import sample_round
+from fedbench.data.sampling import sample_round
 from fedbench.experiment.round_timing import PARTS, WHOLE, first_clients
 from fedbench.kernels.machine_limit import adam_limit
 from fedbench.simulation.federation import Federation

@@ -24,12 +24,16 @@ from fedbench.algorithms.fedmf import FedMF
 from fedbench.algorithms.local import Local
 from fedbench.contract.algorithm import Algorithm, Answer, Batch, Phase, Tensors, World
 from fedbench.contract.randomness import Draw, keys
-from fedbench.data.split import Samples, orders, sample_round
+from fedbench.data.sampling import Samples, sample_round
 from fedbench.kernels.fused import DotBCE, share_out
+from fedbench.kernels.shuffling import orders
 from fedbench.simulation import client_store as store_file
+from fedbench.simulation.blocks import Block, Spare, blocks, pack
 from fedbench.simulation.client_store import ClientStore
-from fedbench.simulation.engine import Block, Engine, Spare, blocks, bytes_down, pack, sent_rows, vmapped
+from fedbench.simulation.engine import Engine
 from fedbench.simulation.federation import Federation
+from fedbench.simulation.generic import vmapped
+from fedbench.simulation.sending import bytes_down, sent_rows
 from fedbench.testing import loop_engine
 from tests.conftest import small_split, without_samples
 

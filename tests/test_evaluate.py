@@ -23,9 +23,11 @@ from fedbench.contract.dataset import DatasetOptions
 from fedbench.data.protocol import PRESETS, Protocol
 from fedbench.data.split import Split, split
 from fedbench.datasets.synthetic import load
-from fedbench.evaluation import metrics
-from fedbench.evaluation.metrics import KS, chance_metrics, popularity_ranks, ranking_metrics, ranks_among, rating_metrics, spread
+from fedbench.evaluation.baselines import chance_metrics, popularity_ranks
+from fedbench.evaluation.metrics import KS, ranking_metrics, rating_metrics, spread
+from fedbench.simulation import scoring
 from fedbench.simulation.federation import Federation
+from fedbench.simulation.scoring import ranks_among
 from fedbench.testing.loop_engine import sent_to
 
 NAN, INF = float("nan"), float("inf")
@@ -181,7 +183,7 @@ def scores_by_client(federation: Federation) -> tuple[list[list[float]], Answer]
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_ranks_of_a_federation_against_a_loop(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for most in ("FULL_ROWS", "MANY_SCORES"):
-        monkeypatch.setattr(metrics, most, chunk)  # 150: three clients of 50 items at once
+        monkeypatch.setattr(scoring, most, chunk)  # 150: three clients of 50 items at once
     federation = Federation.start(ALGORITHMS[name], parts(), seed=0, dtype=torch.float64)
     for round_ in range(3):
         scores, answer = scores_by_client(federation)
@@ -262,7 +264,7 @@ def test_ranks_on_a_device_are_those_of_the_kernel(refit: bool) -> None:
     clients = np.array([3, 0, 17])
     scores = torch.from_numpy(np.random.default_rng(0).integers(0, 9, (3, at.items)).astype(np.float32))  # many ties
     scores[1, at.test_item[0]] = NAN
-    assert np.array_equal(metrics._ranks_on_device(scores, at, clients), metrics.ranks_among_unseen(scores, at, clients))
+    assert np.array_equal(scoring._ranks_on_device(scores, at, clients), scoring.ranks_among_unseen(scores, at, clients))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -270,7 +272,7 @@ def test_kernels_score_as_the_algorithm_does(name: str) -> None:
     federation = Federation.start(ALGORITHMS[name], parts(), seed=0, dtype=torch.float64)
     for _ in range(2):
         federation.next_round()
-    without = metrics.Evaluator(federation.algorithm, parts(), "cpu", kernels=False)
+    without = scoring.Evaluator(federation.algorithm, parts(), "cpu", kernels=False)
     answer = federation.algorithm.answer(federation.server)
     for clients, sent in without.groups(federation.store, answer, 50):
         for items in (None, torch.from_numpy(parts().test_candidates[clients].astype(np.int64))):

@@ -10,11 +10,10 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
+from fedbench.contract.uploads import Rows, Uploads
 from fedbench.data.split import Split
 from fedbench.experiment import run
-from fedbench.parts.mixing import Rows
 from fedbench.settings.command_line import resolve
-from fedbench.simulation.engine import Uploads
 from fedbench.simulation.exposure import MOST_CLIENTS, exposure
 from fedbench.simulation.federation import world_of
 from tests.conftest import small_split

@@ -17,12 +17,13 @@ from fedbench.algorithms.local import Local
 from fedbench.commands import cli
 from fedbench.contract.algorithm import Algorithm, Tensors, World
 from fedbench.contract.randomness import Draw
-from fedbench.data.split import cohort_of, sample_round
+from fedbench.contract.uploads import Uploads
+from fedbench.data.sampling import cohort_of, sample_round
 from fedbench.errors import UsageError
 from fedbench.experiment import checkpoint, prepare
 from fedbench.settings.command_line import resolve
 from fedbench.simulation.client_store import ClientStore
-from fedbench.simulation.engine import Engine, Uploads
+from fedbench.simulation.engine import Engine
 from fedbench.simulation.failures import Failures, drawn
 from fedbench.simulation.federation import Diverged, Federation
 from fedbench.testing import loop_engine

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from fedbench.algorithms.fedavg_ncf import FedAvgNCF
 from fedbench.contract.algorithm import Tensors
 from fedbench.contract.randomness import keys
-from fedbench.data.split import Samples, Split, cohort_of, orders, sample_round
+from fedbench.data.sampling import Samples, cohort_of, sample_round
+from fedbench.data.split import Split
+from fedbench.kernels.shuffling import orders
 from fedbench.simulation.federation import Federation
 from tests.conftest import small_split
 

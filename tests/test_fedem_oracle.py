@@ -17,9 +17,12 @@ from torch import Tensor, nn
 
 from fedbench.algorithms.fedem import FedEM
 from fedbench.contract.randomness import Draw, keys
-from fedbench.data.split import Samples, Split, cohort_of, orders, sample_round
+from fedbench.contract.uploads import Tables
+from fedbench.data.sampling import Samples, cohort_of, sample_round
+from fedbench.data.split import Split
 from fedbench.evaluation.metrics import ranking_metrics
-from fedbench.parts.mixing import Tables, signatures
+from fedbench.kernels.mixing import signatures
+from fedbench.kernels.shuffling import orders
 from fedbench.simulation.federation import Federation
 from tests.conftest import small_split
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fedbench.algorithms.fedrec_mf import FedRecMF
-from fedbench.data.split import Samples, Split
+from fedbench.data.sampling import Samples
+from fedbench.data.split import Split
 from fedbench.errors import UsageError
 from fedbench.settings.command_line import parse, resolve
 from fedbench.simulation.exposure import exposure

@@ -15,7 +15,8 @@ import torch
 
 from fedbench.algorithms.fedrecon import FedRecon
 from fedbench.contract.algorithm import World
-from fedbench.data.split import Split, cohort_of
+from fedbench.data.sampling import cohort_of
+from fedbench.data.split import Split
 from fedbench.errors import UsageError
 from fedbench.simulation.federation import Federation
 from tests.conftest import small_split

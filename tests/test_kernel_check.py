@@ -23,11 +23,11 @@ from fedbench.algorithms.local import Local
 from fedbench.commands import cli
 from fedbench.contract.algorithm import Algorithm, Answer, Batch, Phase, Stage, Tensors, World, check_stages
 from fedbench.contract.randomness import Draw
+from fedbench.contract.uploads import Uploads
 from fedbench.errors import UsageError
 from fedbench.kernels import fused
 from fedbench.kernels.fused import DotBCE
 from fedbench.simulation import kernel_check
-from fedbench.simulation.engine import Uploads
 from fedbench.simulation.federation import Federation
 from fedbench.simulation.kernel_check import KernelDiffers, note, overridden
 from tests.conftest import small_split

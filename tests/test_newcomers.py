@@ -26,10 +26,12 @@ from fedbench.contract.algorithm import Algorithm
 from fedbench.contract.dataset import DatasetOptions
 from fedbench.contract.randomness import Draw
 from fedbench.data.protocol import Protocol
-from fedbench.data.split import Split, sample_round, split
+from fedbench.data.sampling import sample_round
+from fedbench.data.split import Split, split
 from fedbench.datasets.synthetic import load
 from fedbench.errors import DataError, UsageError
-from fedbench.evaluation.metrics import client_metrics, new_item_metrics, popularity_ranks
+from fedbench.evaluation.baselines import popularity_ranks
+from fedbench.evaluation.metrics import client_metrics, new_item_metrics
 from fedbench.experiment import saved_model
 from fedbench.experiment.run import run
 from fedbench.settings.command_line import resolve

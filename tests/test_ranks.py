@@ -27,14 +27,16 @@ import torch
 from torch import Tensor
 
 from fedbench.commands import cli
+from fedbench.contract import storage
 from fedbench.contract.algorithm import Tensors, World
-from fedbench.data.split import Samples
+from fedbench.contract.storage import Disk
+from fedbench.contract.uploads import AVERAGES, Rows, Tables, Uploads
+from fedbench.data.sampling import Samples
 from fedbench.errors import FedbenchError, NotFinite
 from fedbench.experiment import checkpoint
-from fedbench.parts.mixing import AVERAGES, Rows, Tables, mean_of_whole_tables
+from fedbench.parts.mixing import mean_of_whole_tables
 from fedbench.simulation import client_store, federation, workers
-from fedbench.simulation.client_store import Disk
-from fedbench.simulation.engine import Round, Uploads
+from fedbench.simulation.engine import Round
 from fedbench.simulation.failures import Failures
 from fedbench.simulation.federation import Federation
 from tests.test_run import lines_of, result, summary_of
@@ -122,7 +124,7 @@ def rank_main() -> None:
 
     Federation.samples, Federation.next_round, federation.finite = failing, watched, looking  # type: ignore[method-assign]
     chunks, workers.Spread.chunks = workers.Spread.chunks, until_full  # type: ignore[method-assign]
-    workers.BLOCK, client_store.CHUNK = 5000, 2500  # a few tables at once
+    workers.BLOCK, client_store.CHUNK, storage.CHUNK = 5000, 2500, 2500  # a few tables at once
     damaged, code = Failures.damaged, 0
     for command in sys.argv[1:]:
         Failures.damaged = spoilt if "spoilt" in command else damaged  # type: ignore[method-assign]

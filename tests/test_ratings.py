@@ -18,14 +18,16 @@ from fedbench.commands import cli
 from fedbench.contract.algorithm import Algorithm, Answer, Batch, Extra, Stage, Tensors, World
 from fedbench.contract.dataset import DatasetOptions, Interactions
 from fedbench.contract.randomness import Draw
+from fedbench.contract.uploads import Uploads
 from fedbench.data.protocol import Protocol
-from fedbench.data.split import TEST, TRAIN, VAL, Split, in_query_half, sample_round, split
+from fedbench.data.sampling import sample_round
+from fedbench.data.split import TEST, TRAIN, VAL, Split, in_query_half, split
 from fedbench.datasets.synthetic import load
 from fedbench.errors import DataError, UsageError
-from fedbench.evaluation.metrics import client_errors, metrics_of, rating_floors, rating_spread
+from fedbench.evaluation.baselines import rating_floors
+from fedbench.evaluation.metrics import client_errors, metrics_of, rating_spread
 from fedbench.experiment.summary import mean_table, over_runs
 from fedbench.settings import command_line
-from fedbench.simulation.engine import Uploads
 from fedbench.simulation.federation import Federation
 
 SMALL = "--dataset synthetic --users 40 --items 80 --interactions 12 --no-mlflow --quiet"

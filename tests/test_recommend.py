@@ -16,8 +16,8 @@ from fedbench.__main__ import main
 from fedbench.experiment import saved_model
 from fedbench.experiment.run import run
 from fedbench.settings.command_line import resolve
-from fedbench.simulation.engine import sent_whole
 from fedbench.simulation.federation import Federation
+from fedbench.simulation.sending import sent_whole
 
 DATA = "--dataset synthetic --users 40 --items 150 --interactions 12 --data-seed 3 --no-mlflow --quiet"
 METHODS = {

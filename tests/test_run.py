@@ -17,9 +17,8 @@ import pytest
 from numba.core.event import install_listener, trigger_event
 
 from fedbench.commands import cli
-from fedbench.data import split
 from fedbench.experiment import checkpoint, machine, prepare, run
-from fedbench.kernels import fused
+from fedbench.kernels import fused, shuffling
 from fedbench.settings.command_line import resolve
 from fedbench.simulation.engine import Engine
 from fedbench.tracking import run_log
@@ -120,7 +119,7 @@ def test_a_run_says_once_that_it_compiles_kernels_of_training(monkeypatch: pytes
     said: list[str] = []
     monkeypatch.setattr(run.log, "info", said.append)
     with install_listener("numba:compile", machine.Compiling()):
-        for kernel, heard in ((split.permute, 0), (fused.train_rows, 1), (fused.train_neumf, 1)):
+        for kernel, heard in ((shuffling.permute, 0), (fused.train_rows, 1), (fused.train_neumf, 1)):
             with trigger_event("numba:compile", data={"dispatcher": kernel}):  # as numba does when it finds no compiled one
                 assert len(said) == heard
     assert "once" in said[0]

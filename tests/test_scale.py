@@ -16,9 +16,10 @@ from fedbench.contract.algorithm import Algorithm
 from fedbench.contract.dataset import DatasetOptions, Interactions
 from fedbench.contract.randomness import keys
 from fedbench.data.protocol import Protocol
-from fedbench.data.split import Split, cohort_of, split
+from fedbench.data.sampling import cohort_of
+from fedbench.data.split import Split, split
 from fedbench.datasets import synthetic
-from fedbench.evaluation.metrics import chance_metrics, popularity_ranks
+from fedbench.evaluation.baselines import chance_metrics, popularity_ranks
 from fedbench.simulation.federation import Federation
 from tests.test_run import summary_of
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from fedbench.algorithms.fedrecon import FedRecon
 from fedbench.contract.randomness import Draw
+from fedbench.contract.uploads import Uploads
 from fedbench.errors import FedbenchError
 from fedbench.parts import secure_sum
 from fedbench.parts.secure_sum import masked, masked_sum, to_fixed
-from fedbench.simulation.engine import Uploads
 from fedbench.simulation.federation import Federation
 from tests.conftest import small_split
 
@@ -75,7 +75,7 @@ def test_no_single_statistic_reaches_the_server(monkeypatch: pytest.MonkeyPatch)
             seen.append(uploads)
             return super().aggregate(server, uploads, draw)
 
-    monkeypatch.setattr("fedbench.simulation.engine.masked_sum", watched)
+    monkeypatch.setattr("fedbench.simulation.channel.masked_sum", watched)
     Federation.start(Watched(**vars(NEWTON)), small_split(), 0, dtype=torch.float64).next_round()
     (uploads,), (parts,) = seen, single
     assert parts.shape == (17, 36)

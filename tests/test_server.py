@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fedbench.algorithms.fedmf import FedMF
 from fedbench.contract.algorithm import Tensors
+from fedbench.contract.uploads import Rows
 from fedbench.errors import UsageError
-from fedbench.parts.mixing import Rows, mean_of_whole_tables
+from fedbench.parts.mixing import mean_of_whole_tables
 from fedbench.parts.server_optimizer import BETA1, BETA2, EPSILON, OPTIMIZERS, SharedModel
 
 TORCH: dict[str, Any] = {

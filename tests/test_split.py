@@ -16,7 +16,8 @@ from scipy import stats
 
 from fedbench.contract.dataset import Interactions
 from fedbench.data.protocol import PRESETS, Protocol
-from fedbench.data.split import Samples, Split, _outside, _smallest, cohort_of, sample_round, split, unseen
+from fedbench.data.sampling import Samples, _outside, cohort_of, sample_round
+from fedbench.data.split import Split, smallest, split, unseen
 from fedbench.errors import DataError
 
 SPLITS = ("time", "random", "item-order")
@@ -347,8 +348,8 @@ def test_uniform_takes_everybody_equally_often_and_seeds_differ() -> None:
 def test_the_smallest_keys_are_those_that_a_whole_sort_finds(size: int, share: float, seed: int) -> None:
     key = np.random.default_rng(seed).integers(0, 2**64, size, np.uint64)
     n = max(1, int(size * share))
-    assert np.array_equal(_smallest(key, n), np.argsort(key, kind="stable")[:n])
-    assert np.array_equal(_smallest(key | np.uint64(2**63), n), np.argsort(key | np.uint64(2**63), kind="stable")[:n])
+    assert np.array_equal(smallest(key, n), np.argsort(key, kind="stable")[:n])
+    assert np.array_equal(smallest(key | np.uint64(2**63), n), np.argsort(key | np.uint64(2**63), kind="stable")[:n])
 
 
 @given(items=st.integers(1, 60), seed=st.integers(0, 99))

@@ -20,13 +20,14 @@ from fedbench.algorithms.local import Local
 from fedbench.commands import cli
 from fedbench.contract.algorithm import Algorithm, World
 from fedbench.contract.randomness import Draw
+from fedbench.contract.storage import Disk, Memory, Picked
 from fedbench.errors import FedbenchError
 from fedbench.experiment import checkpoint, kept_model, run_state, saved_model
 from fedbench.experiment.summary import Best
 from fedbench.settings.config import RunConfig
 from fedbench.simulation import client_store as store_file
 from fedbench.simulation import workers
-from fedbench.simulation.client_store import ClientStore, Disk, Memory, Picked
+from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.federation import Federation, world_of
 from tests.test_engine import SMALL, small_split
 from tests.test_run import lines_of, result, summary_of

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fedbench.console import fitted
-from fedbench.data.split import Split, sample_round
+from fedbench.data.sampling import sample_round
+from fedbench.data.split import Split
 from fedbench.errors import UsageError
 from fedbench.evaluation.metrics import ranking_metrics
 from fedbench.experiment.prepare import prepare

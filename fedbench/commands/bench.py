@@ -19,7 +19,7 @@ import torch
 from fedbench import files
 from fedbench.console import columns, fitted
 from fedbench.contract import registry
-from fedbench.data.split import Samples
+from fedbench.data.sampling import Samples
 from fedbench.errors import UsageError
 from fedbench.experiment import processes
 from fedbench.experiment.machine import choose_device, set_threads
@@ -31,7 +31,7 @@ from fedbench.kernels.machine_limit import adam_limit
 from fedbench.parts.central import Central
 from fedbench.settings import command_line, config
 from fedbench.settings.parser import number, whole_number
-from fedbench.simulation.engine import host_type
+from fedbench.simulation.blocks import host_type
 from fedbench.simulation.federation import Federation
 from fedbench.testing import loop_engine
 from fedbench.text import say

@@ -23,7 +23,7 @@ from fedbench.errors import UsageError
 
 if TYPE_CHECKING:
     from fedbench.contract.randomness import Draw
-    from fedbench.simulation.engine import Uploads
+    from fedbench.contract.uploads import Uploads
 
 Tensors = dict[str, Tensor]
 OPTIMIZERS = ("adam", "adamw", "sgd")

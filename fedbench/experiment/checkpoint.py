@@ -25,8 +25,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fedbench import files
+from fedbench.contract.storage import Picked
 from fedbench.errors import FedbenchError
-from fedbench.simulation.client_store import Picked
 
 FOLDER = "checkpoint"
 MODEL = "model"

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from fedbench.contract.dataset import Interactions
+from fedbench.contract.storage import Disk
 from fedbench.data.split import Split
 from fedbench.settings.config import RunConfig
 from fedbench.simulation import kernel_check
-from fedbench.simulation.client_store import Disk
 from fedbench.simulation.federation import Federation
 from fedbench.text import human
 

@@ -14,12 +14,13 @@ from pathlib import Path
 from torch import Tensor
 
 from fedbench.contract.algorithm import Tensors
+from fedbench.contract.storage import Disk, Picked
 from fedbench.experiment import checkpoint
 from fedbench.experiment.run_state import beginning, lent, state_facts, whole
 from fedbench.experiment.summary import Best
 from fedbench.settings.config import RunConfig
 from fedbench.simulation import workers
-from fedbench.simulation.client_store import Disk, Picked, free_memory
+from fedbench.simulation.client_store import free_memory
 from fedbench.simulation.federation import Federation
 from fedbench.text import human
 

@@ -13,12 +13,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedbench.contract.algorithm import Tensors
+from fedbench.contract.storage import Picked
 from fedbench.errors import FedbenchError
 from fedbench.experiment import checkpoint
 from fedbench.experiment.summary import Best
 from fedbench.settings.config import RunConfig
 from fedbench.simulation import workers
-from fedbench.simulation.client_store import Picked
 from fedbench.simulation.federation import Federation
 
 log = logging.getLogger("fedbench")

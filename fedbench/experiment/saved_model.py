@@ -25,9 +25,10 @@ from fedbench import trust
 from fedbench.contract.algorithm import Tensors
 from fedbench.contract.randomness import Draw
 from fedbench.data.protocol import Protocol
-from fedbench.data.split import NO_ITEMS, Split, sample_round
+from fedbench.data.sampling import sample_round
+from fedbench.data.split import NO_ITEMS, Split
 from fedbench.errors import DataError, UsageError
-from fedbench.evaluation.metrics import Evaluator, trained_items
+from fedbench.evaluation.metrics import trained_items
 from fedbench.experiment import checkpoint
 from fedbench.experiment.prepare import prepare
 from fedbench.experiment.run_state import beginning
@@ -38,6 +39,7 @@ from fedbench.simulation import new_users
 from fedbench.simulation.client_store import ClientStore, SomeClients, draw_for
 from fedbench.simulation.engine import Engine
 from fedbench.simulation.federation import check_form, world_of
+from fedbench.simulation.scoring import Evaluator
 
 TENSORS = "model.safetensors"
 NEW_USER = "new"

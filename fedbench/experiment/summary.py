@@ -20,19 +20,8 @@ from fedbench.contract.algorithm import Tensors
 from fedbench.contract.dataset import Interactions
 from fedbench.data.protocol import Protocol
 from fedbench.data.split import Split
-from fedbench.evaluation.metrics import (
-    chance_metrics,
-    client_errors,
-    client_metrics,
-    mean_predictions,
-    metrics_of,
-    new_item_metrics,
-    popularity_ranks,
-    ranking_metrics,
-    rating_floors,
-    rating_spread,
-    spread,
-)
+from fedbench.evaluation.baselines import chance_metrics, mean_predictions, popularity_ranks, rating_floors
+from fedbench.evaluation.metrics import client_errors, client_metrics, metrics_of, new_item_metrics, ranking_metrics, rating_spread, spread
 from fedbench.evaluation.significance import bootstrap, bounds
 from fedbench.experiment.folder import over_folds
 from fedbench.settings.config import RunConfig

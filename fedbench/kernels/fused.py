@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numba import get_num_threads, njit
 
-from fedbench.data.split import permute, shuffle
 from fedbench.kernels.elementary import exp_minus, log_one_plus
 from fedbench.kernels.layers import (
     SQUARE,
@@ -40,6 +39,7 @@ from fedbench.kernels.layers import (
     take_rows,
     zeros,
 )
+from fedbench.kernels.shuffling import permute, shuffle
 from fedbench.kernels.vectors import WIDTH, across, magnitude, pick, prefetch, put, repeat, spread, square_root, take
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8

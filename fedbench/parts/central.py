@@ -16,8 +16,9 @@ from torch.nn.functional import embedding
 
 from fedbench.contract.algorithm import Algorithm, Answer, Batch, Tensors, World, bce
 from fedbench.contract.randomness import Draw, keys
-from fedbench.data.split import Samples, orders
+from fedbench.data.sampling import Samples
 from fedbench.errors import UsageError
+from fedbench.kernels.shuffling import orders
 
 
 class Pool(NamedTuple):

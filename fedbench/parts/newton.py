@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fedbench.contract.algorithm import Tensors
-from fedbench.parts.mixing import Rows
+from fedbench.contract.uploads import Rows
 
 
 def newton_step(server: Tensors, rows: Rows, statistic: Tensor, a0: float, l2: float, rate: float) -> Tensors:

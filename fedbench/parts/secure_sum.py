@@ -14,14 +14,13 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from fedbench.contract.randomness import bits, keys
+from fedbench.contract.randomness import keys
 from fedbench.errors import FedbenchError
+from fedbench.kernels.hashing import bits
 
 FRACTION = 36
 """binary digits after the point: a resolution of 1.5e-11"""
 NEIGHBOURS = 2
-BYTES = 8
-"""size of a masked number"""
 
 
 def to_fixed(values: np.ndarray) -> np.ndarray:

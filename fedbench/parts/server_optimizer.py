@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from fedbench.contract.algorithm import Algorithm, Tensors, World
+from fedbench.contract.uploads import AVERAGES, Rows
 from fedbench.errors import UsageError
-from fedbench.parts.mixing import AVERAGES, Rows, mean_of_whole_tables
+from fedbench.parts.mixing import mean_of_whole_tables
 
 OPTIMIZERS = ("sgd", "momentum", "adagrad", "adam", "yogi")
 BETA1, BETA2, EPSILON = 0.9, 0.99, 1e-8

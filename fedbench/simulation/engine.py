@@ -11,150 +11,31 @@ import copy
 import importlib.util
 import math
 import os
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange
 from torch import Tensor
-from torch.func import grad_and_value, vmap
 
 from fedbench.contract.algorithm import Algorithm, Answer, Batch, Phase, Stage, Tensors, World, check_stages
 from fedbench.contract.randomness import keys
-from fedbench.data.split import Samples, orders
-from fedbench.kernels import fused, ridge
-from fedbench.parts.mixing import Rows, Tables
-from fedbench.parts.secure_sum import BYTES, masked_sum
+from fedbench.contract.uploads import Rows, Uploads
+from fedbench.data.sampling import Samples
+from fedbench.kernels import fused
+from fedbench.parts import ridge
 from fedbench.simulation import kernel_check
-from fedbench.simulation.client_store import ClientStore, Memory
+from fedbench.simulation.blocks import Block, Spare, blocks, host_type, moved, pack
+from fedbench.simulation.client_store import ClientStore
+from fedbench.simulation.generic import Progress, new_state, step, vmapped
+from fedbench.simulation.sending import bytes_down, sent_rows, sent_to, sent_whole
 
 WIDE = 16
 """a block of clients that only rebuild a private part is so many times as large: no gradients and moments need to stay in the cache"""
 FULL_ROWS = 1 << 17
 """item rows of whole tables that are handled at once (merging and scoring)"""
-
-
-@dataclass(frozen=True)
-class Uploads:
-    """All that the server sees of a round, in the order of the cohort."""
-
-    world: World
-    clients: Tensor
-    """[n] client numbers"""
-    tensors: Mapping[str, Tensor | Rows | Tables] = field(default_factory=dict)
-    whole: Mapping[str, int] = field(default_factory=dict)
-    """tables that travel whole, see Algorithm.travels_whole"""
-    summed: tuple[str, ...] = ()
-    """uploads that the server sees only as a sum, see `sealed`"""
-    sums: Mapping[str, Tensor] = field(default_factory=dict)
-    unreadable: Tensor | None = None
-    """[n] whether an upload arrived in another shape than asked for, so that its numbers here mean nothing"""
-    room: Memory = Memory()  # noqa: RUF009 (it holds nothing)
-    """where the server lays what it keeps for each of many clients"""
-
-    def rows(self, name: str) -> Rows:
-        """Touched rows of a shared table; `combine` and `senders` look at all clients, wherever their rows are."""
-        value = self.tensors[name]
-        assert isinstance(value, Rows)
-        return value
-
-    def dense(self, name: str, picked: Tensor | None = None) -> Tensor:
-        """[n, ...] or, for the picked positions of the cohort, [S, ...]; no copy when all are picked."""
-        value = self.tensors[name]
-        if isinstance(value, Tables):
-            return self.tables(name, picked).each(lambda tables: tables)
-        assert isinstance(value, Tensor)
-        return value if picked is None or len(picked) == len(value) else value[picked]
-
-    def tables(self, name: str, picked: Tensor | None = None) -> Tables:
-        """The same of whole tables, which stay where they are: with torchrun on the rank that has the client."""
-        value = self.tensors[name]
-        if isinstance(value, Tables):
-            return value if picked is None else value.picked(picked)
-        every = self.dense(name, picked)
-        return Tables(every, 0, len(every))
-
-    def sealed(self, seed: int, when: int) -> Uploads:
-        """What reaches the server: uploads in `summed` are gone but for the sum of the clients' masked parts."""
-        if not self.summed:
-            return self
-        clients = self.clients.cpu().numpy()
-        sums = {name: masked_sum(self.dense(name), clients, seed, when) for name in self.summed if name in self.tensors}
-        return replace(self, tensors={name: value for name, value in self.tensors.items() if name not in sums}, sums=sums)
-
-    def total(self, name: str) -> Tensor:
-        """[...] the sum over the cohort of a sealed upload."""
-        return self.sums[name]
-
-    def only(self, keep: Tensor) -> Uploads:
-        """The uploads of the clients where `keep` [n] is true."""
-        tensors: dict[str, Tensor | Rows | Tables] = {}
-        for name, value in self.tensors.items():
-            if isinstance(value, Rows):
-                mine = keep.repeat_interleave(value.counts)
-                tensors[name] = Rows(value.counts[keep], value.item[mine], value.value[mine], value.total)
-            elif isinstance(value, Tables):
-                tensors[name] = value.picked(keep.nonzero()[:, 0])
-            else:
-                tensors[name] = value[keep]
-        return replace(self, clients=self.clients[keep], tensors=tensors, unreadable=None)
-
-    def scaled(self, factor: Tensor) -> Uploads:
-        """Every number of a client's upload times its factor [n]; a copy."""
-        tensors: dict[str, Tensor | Rows | Tables] = {}
-        for name, value in self.tensors.items():
-            if isinstance(value, Rows):
-                tensors[name] = value._replace(value=times(value.value, factor[value.client]))
-            elif isinstance(value, Tables):
-                tensors[name] = value._replace(value=times(value.value, factor[value.own]))
-            else:
-                tensors[name] = times(value, factor)
-        return replace(self, tensors=tensors)
-
-    def finite(self) -> Tensor:
-        """[n] whether all that a client sent is finite."""
-        return torch.stack([torch.ones_like(self.clients, dtype=torch.bool), *(norm.isfinite() for norm in self.norms().values())]).all(0)
-
-    def norms(self) -> dict[str, Tensor]:
-        """Name -> [n]: the norm of what each client sent under that name."""
-        found = {}
-        for name, value in self.tensors.items():
-            if isinstance(value, Rows):
-                square = flat(value.value).square().sum(1)
-                found[name] = value.total(square.new_zeros(value.clients).index_add_(0, value.client, square)).sqrt()
-            else:
-                found[name] = value.each(norm_of_each) if isinstance(value, Tables) else norm_of_each(value)
-        return found
-
-    def bytes(self) -> int:
-        """Size of everything in here that travelled: values, and 4 bytes for the id of each row."""
-        total = 0
-        for name, value in self.tensors.items():
-            tensor = value if isinstance(value, Tensor) else value.value
-            sent, id_ = (value.sent(), 4) if isinstance(value, Rows) else (len(self.clients), 0)
-            numbers = math.prod(tensor.shape[1:])
-            if name in self.whole:
-                total += len(self.clients) * self.whole[name] * numbers * tensor.element_size()
-            elif name in self.summed:
-                total += sent * numbers * BYTES
-            else:
-                total += sent * (numbers * tensor.element_size() + id_)
-        return total
-
-
-def flat(values: Tensor) -> Tensor:
-    """[n, ...] -> [n, k], also of nobody."""
-    return values.reshape(len(values), math.prod(values.shape[1:]))
-
-
-def norm_of_each(values: Tensor) -> Tensor:
-    """[n, ...] -> [n]"""
-    return torch.linalg.vector_norm(flat(values), dim=1)
 
 
 @dataclass(frozen=True)
@@ -169,149 +50,9 @@ class Round:
     """numbers that optimizers moved: steps times the size of what a client trains, over all clients"""
 
 
-@dataclass(frozen=True)
-class Block:
-    """C like clients packed in one tensor, on the run's device; short ones are padded."""
-
-    position: np.ndarray
-    """[C] positions in the cohort, on the host"""
-    clients: Tensor
-    """[C] client numbers"""
-    rows: Tensor
-    """[C, T] item numbers of the touched rows, padded with 0"""
-    valid: Tensor
-    """[R] positions in the flattened [C·T] that are not padding"""
-    real: Tensor
-    """[C, T] whether a row is not padding"""
-    local: Tensor
-    """[C, S] index into the touched rows"""
-    label: Tensor
-    """[C, S]"""
-    count: Tensor
-    """[C] samples"""
-    counts: np.ndarray
-    """[C] samples, on the host"""
-    touched: np.ndarray
-    """[C] rows, on the host"""
-    stream: np.ndarray
-    """[C] keys of the shuffles, on the host"""
-    halves: np.ndarray
-    """[C] keys of the support and query halves, on the host"""
-    sent: bool
-    """the server has something for these clients"""
-    epochs: int
-    """local epochs that these clients finish"""
-
-    def order(self, epoch: int, batch: int) -> Tensor:
-        """[C, S] the order of samples in an epoch; padding stays at the end."""
-        return moved(self._shuffled(self.stream, epoch, batch), self.local.device)
-
-    def _shuffled(self, stream: np.ndarray, epoch: int, batch: int) -> np.ndarray:
-        flat = np.empty(int(self.counts.sum()), np.int64)
-        ptr = np.concatenate([[0], np.cumsum(self.counts)])
-        orders(stream, ptr, epoch, batch, flat)
-        out = np.broadcast_to(np.arange(self.local.shape[1]), self.local.shape).copy()
-        pad(flat, ptr, np.arange(len(self.counts)), out)
-        return out
-
-    def part(self, stage: Stage) -> Block:
-        """The same clients with the samples of a stage alone: of the shuffled ones the first half (support) or the second (query)."""
-        if stage.part == "all" and stage.max_samples is None:
-            return self
-        half = -(-self.counts // 2)
-        first = half if stage.part == "query" else np.zeros_like(half)
-        counts = {"all": self.counts, "support": half, "query": self.counts - half}[stage.part]
-        counts = counts if stage.max_samples is None else np.minimum(counts, stage.max_samples)
-        where = first[:, None] + np.arange(max(1, int(counts.max())))
-        order = self._shuffled(self.halves, 0, 1)
-        take = moved(np.take_along_axis(order, np.minimum(where, order.shape[1] - 1), axis=1), self.local.device)
-        count = moved(counts, self.local.device)
-        return replace(self, local=self.local.gather(1, take), label=self.label.gather(1, take), count=count, counts=counts)
-
-
-@njit(parallel=True, cache=True)
-def pad(values: np.ndarray, ptr: np.ndarray, which: np.ndarray, out: np.ndarray) -> None:
-    """out [C, W]: the CSR lists `which`, each at the start of its row; the rest of a row is left as it is."""
-    for c in prange(which.size):
-        start = ptr[which[c]]
-        for i in range(ptr[which[c] + 1] - start):
-            out[c, i] = values[start + i]
-
-
-def blocks(samples: Samples, kind: np.ndarray, batch: int, block_rows: int) -> Iterator[np.ndarray]:
-    """Positions in the cohort in blocks of at most `block_rows` padded rows: kinds apart, like sizes together."""
-    size = np.maximum(samples.touched, 1)
-    order = np.lexsort((size, -(-samples.counts // batch), kind))
-    start = 0
-    while start < len(order):
-        stop = start + 1
-        widest = size[order[start]]
-        while (
-            stop < len(order)
-            and kind[order[stop]] == kind[order[start]]
-            and max(widest, size[order[stop]]) * (stop + 1 - start) <= block_rows
-        ):
-            widest = max(widest, size[order[stop]])
-            stop += 1
-        yield order[start:stop]
-        start = stop
-
-
-def pack(
-    samples: Samples,
-    position: np.ndarray,
-    stream: np.ndarray,
-    halves: np.ndarray,
-    sent: bool,
-    dtype: torch.dtype,
-    device: str,
-    epochs: int,
-) -> Block:
-    """One block's tensors, made on the host and moved once."""
-    count, touched = samples.counts[position], samples.touched[position]
-    rows = np.zeros((len(position), max(1, int(touched.max()))), np.int64)
-    local = np.zeros((len(position), max(1, int(count.max()))), np.int64)
-    label: np.ndarray = np.zeros(local.shape, host_type(dtype))
-    pad(samples.row, samples.row_ptr, position, rows)
-    pad(samples.local, samples.ptr, position, local)
-    pad(samples.label, samples.ptr, position, label)
-    real = np.arange(rows.shape[1]) < touched[:, None]
-
-    def move(array: np.ndarray) -> Tensor:
-        return moved(array, device)
-
-    return Block(position, move(samples.clients[position]), move(rows), move(np.flatnonzero(real)), move(real), move(local), move(label),
-                 move(count), count, touched, stream[position], halves[position], sent, epochs)  # fmt: skip
-
-
-def moved(array: np.ndarray, device: str | torch.device) -> Tensor:
-    """An array of the host on the run's device; a GPU fetches it by itself, from memory that stays where it is, while the host goes on."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if torch.device(device).type == "cuda" else tensor.to(device)
-
-
 def gpu_kernels() -> Any:
     """The fused kernels for GPUs. They need Triton, which comes with PyTorch's builds for GPUs."""
     return importlib.import_module("fedbench.kernels.fused_gpu")
-
-
-class Spare:
-    """Arrays of a round, used again once nobody holds them: memory fresh from the system costs a fault for every page."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, list[np.ndarray]] = {}
-        """by what they are for, two at most: a round's uploads are often held until the next one is done"""
-
-    def empty(self, name: str, size: int, kind: type) -> np.ndarray:
-        """[size] of any content."""
-        kept = self.kept.setdefault(name, [])
-        free = [at for at in range(len(kept)) if sys.getrefcount(kept[at]) == 2]
-        fits = [at for at in free if kept[at].size >= size and kept[at].dtype == kind]
-        if not fits:
-            busy = [array for at, array in enumerate(kept) if at not in free]
-            kept[:] = [*busy[-1:], np.empty(size + size // 8, kind)]  # the next cohort may be somewhat larger
-            fits = [-1]
-        return kept[fits[0]][:size]
 
 
 class Engine:
@@ -653,16 +394,6 @@ def rows_that_fit(dim: int, device: str) -> int:
     return min(max(room // (dim * 4 * 4), 1 << 10), 1 << 20)
 
 
-def host_type(dtype: torch.dtype) -> type:
-    """The same kind of number in numpy."""
-    return np.float64 if dtype == torch.float64 else np.float32
-
-
-def times(value: Tensor, factor: Tensor) -> Tensor:
-    """[n, ...], [n] -> [n, ...]"""
-    return value * factor.to(value.dtype).view(-1, *[1] * (value.dim() - 1))
-
-
 def trained_size(value: Tensor, table: bool, block: Block) -> np.ndarray:
     """[C] numbers of one name that each client trains."""
     each = int(np.prod(value.shape[2:] if table else value.shape[1:]))
@@ -682,40 +413,6 @@ def shrink_untouched(store: ClientStore, clients: Tensor, name: str, phases: tup
         table[at] = table[at] * factor.view(-1, *[1] * (table.dim() - 1))
 
 
-def vmapped(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function`, written for one client, over the leading client dimension of all tensors in its arguments."""
-    return vmap(function)(*arguments)
-
-
-def bytes_down(answer: Answer, clients: int, whole: Mapping[str, int] = MappingProxyType({})) -> int:
-    """Size of what the server sent to that many clients; of the tables in `whole` that many rows to each."""
-    shared = sum(t.numel() * t.element_size() for t in answer.shared.values())
-    personal = sum(whole.get(name, 1) * math.prod(t.shape[1:]) * t.element_size() for name, t in answer.personal.items())
-    return clients * (shared + personal)
-
-
-def sent_to(answer: Answer, clients: Tensor) -> np.ndarray:
-    """[n] whether the server has something for each of these clients."""
-    return np.full(len(clients), bool(answer.shared)) if answer.slot is None else (answer.slot[clients] >= 0).cpu().numpy()
-
-
-def sent_rows(answer: Answer, clients: Tensor, rows: Tensor, tables: tuple[str, ...]) -> Tensors:
-    """What these clients were sent: the rows [C, T, ...] of tables, everything else whole [C, ...]."""
-    sent = {name: value[rows] if name in tables else value.expand(len(clients), *value.shape) for name, value in answer.shared.items()}
-    if answer.slot is not None:
-        slot = answer.slot[clients]
-        sent |= {name: value[slot[:, None], rows] if name in tables else value[slot] for name, value in answer.personal.items()}
-    return sent
-
-
-def sent_whole(answer: Answer, clients: Tensor) -> Tensors:
-    """The same with whole tables [C, M, ...]; shared tensors are not copied."""
-    sent = {name: value.expand(len(clients), *value.shape) for name, value in answer.shared.items()}
-    if answer.slot is not None:
-        sent |= {name: value[answer.slot[clients]] for name, value in answer.personal.items()}
-    return sent
-
-
 def merge_whole_tables(algorithm: Algorithm, clients: Tensor, answer: Answer, store: ClientStore) -> None:
     """`receive` on all rows of the clients' own tables: rows that no sample touches are merged too."""
     items = max(store.tensors[name].shape[1] for name in algorithm.tables if name in store.tensors)
@@ -723,107 +420,3 @@ def merge_whole_tables(algorithm: Algorithm, clients: Tensor, answer: Answer, st
         for name, value in vmapped(algorithm.receive, store.read(chunk), sent_whole(answer, chunk)).items():
             if name in store.tensors:
                 store.write(chunk, name, value)
-
-
-# ---- the generic local step ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where each client of a block stands in its local training; all [C]."""
-
-    steps: Tensor
-    active: Tensor
-    total: Tensor
-    seen: Tensor
-    before: Tensor
-
-    @staticmethod
-    def start(count: Tensor, dtype: torch.dtype) -> Progress:
-        # four tensors, not one for all: a step that is compiled for the same ones is compiled again when they differ
-        steps, total, seen, before = torch.zeros(4, *count.shape, dtype=dtype, device=count.device)
-        return Progress(steps, count > 0, total, seen, before)
-
-    def mean(self) -> Tensor:
-        return self.total / self.seen.clamp(min=1)
-
-    def until(self, steps: int) -> Progress:
-        """Freeze the clients that have made so many steps."""
-        return replace(self, active=self.active & (self.steps < steps))
-
-    def after_epoch(self, epoch: int, tolerance: float) -> Progress:
-        """Freeze the clients whose running mean loss hardly changed."""
-        mean = self.mean()
-        active = self.active
-        if tolerance > 0 and epoch > 0:
-            active = active & ((mean - self.before).abs() / (self.before + 1e-5).abs() >= tolerance)
-        return Progress(self.steps, active, self.total, self.seen, torch.where(self.active, mean, self.before))
-
-
-def new_state(parameter: Tensor) -> tuple[Tensor, Tensor]:
-    """Adam's two moments."""
-    return torch.zeros_like(parameter), torch.zeros_like(parameter)
-
-
-def step(
-    loss: Callable[[Tensors, Tensors, Batch], Tensor],
-    phases: tuple[Phase, ...],
-    held: Tensors,
-    sent: Tensors,
-    batch: Batch,
-    optimizer: dict[str, tuple[Tensor, Tensor]],
-    progress: Progress,
-    real: Tensors,
-    gradients: Callable[..., tuple[Tensors, Tensor]] = lambda loss, *given: vmapped(grad_and_value(loss), *given),
-) -> tuple[Tensors, dict[str, tuple[Tensor, Tensor]], Progress]:
-    """One batch of every client in a block: each phase in turn, clients with nothing in this batch or finished unmoved.
-
-    real: for each table [C, T], 1 for a row and 0 for padding.
-    gradients: of a loss by its first argument, with its values [C].
-    """
-    size = batch.weight.sum(dim=1)
-    moves = progress.active & (size > 0)
-    steps = progress.steps + moves.to(progress.steps.dtype)
-    optimizer = dict(optimizer)
-    value = progress.total.new_zeros(())
-    for phase in phases:
-
-        def of(part: Tensors, rest: Tensors, sent: Tensors, batch: Batch) -> Tensor:
-            return loss({**rest, **part}, sent, batch)
-
-        part = {name: held[name] for name in phase.names}
-        rest = {name: tensor for name, tensor in held.items() if name not in part}
-        gradient, value = gradients(of, part, rest, sent, batch)
-        if phase.clip:
-            gradient = clipped(gradient, phase.clip, real)
-        for name in phase.names:
-            moved, optimizer[name] = update(held[name], gradient[name], optimizer[name], steps, moves, phase)
-            held = {**held, name: moved}
-    total = progress.total + torch.where(moves, value * size, torch.zeros_like(size))
-    seen = progress.seen + torch.where(moves, size, torch.zeros_like(size))
-    return held, optimizer, Progress(steps, progress.active, total, seen, progress.before)
-
-
-def clipped(gradient: Tensors, limit: float, real: Tensors) -> Tensors:
-    """Each client's gradient over all names scaled down to norm `limit`, as torch.nn.utils.clip_grad_norm_; padding does not count."""
-    squares = [(g * g).flatten(2).sum(2) * real[name] if name in real else g * g for name, g in gradient.items()]
-    norm = torch.stack([square.reshape(len(square), -1).sum(1) for square in squares]).sum(0).sqrt()
-    factor = (limit / (norm + 1e-6)).clamp(max=1)
-    return {name: g * factor.view(-1, *[1] * (g.dim() - 1)) for name, g in gradient.items()}
-
-
-def update(
-    parameter: Tensor, gradient: Tensor, state: tuple[Tensor, Tensor], steps: Tensor, moves: Tensor, phase: Phase
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """One optimizer step of every client that moves; parameter and gradient [C, ...], steps and moves [C]."""
-    shape = (-1, *[1] * (parameter.dim() - 1))
-    moves = moves.view(shape)
-    if phase.optimizer == "sgd":
-        return torch.where(moves, parameter - phase.lr * gradient, parameter), state
-    steps = steps.clamp(min=1).view(shape)
-    first = fused.BETA1 * state[0] + (1 - fused.BETA1) * gradient
-    second = fused.BETA2 * state[1] + (1 - fused.BETA2) * gradient * gradient
-    rate = phase.lr / (1 - fused.BETA1**steps)
-    moved = parameter * (1 - phase.lr * phase.weight_decay) if phase.optimizer == "adamw" else parameter
-    moved = moved - rate * first / (second.sqrt() / (1 - fused.BETA2**steps).sqrt() + fused.EPSILON)
-    return torch.where(moves, moved, parameter), (torch.where(moves, first, state[0]), torch.where(moves, second, state[1]))

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from fedbench.contract.algorithm import Tensors
 from fedbench.contract.randomness import keys
+from fedbench.contract.uploads import Rows, Tables, Uploads, flat
 from fedbench.data.split import Split
-from fedbench.parts.mixing import Rows, Tables
 from fedbench.simulation import workers
-from fedbench.simulation.engine import Uploads, flat
 
 MOST_CLIENTS = 100
 """clients of a cohort that are looked at"""

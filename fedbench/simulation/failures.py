@@ -18,7 +18,7 @@ from fedbench.contract.randomness import Draw
 from fedbench.errors import UsageError
 
 if TYPE_CHECKING:
-    from fedbench.simulation.engine import Uploads
+    from fedbench.contract.uploads import Uploads
 
 HUGE = 1e6
 """what a damaged upload that is too large is multiplied by"""

@@ -14,14 +14,18 @@ from torch import Tensor
 
 from fedbench.contract.algorithm import Algorithm, Answer, Tensors, World
 from fedbench.contract.randomness import Draw
-from fedbench.data.split import TRAIN, Samples, Split, cohort_of, sample_round
+from fedbench.contract.storage import Disk, Picked, at_once, filled
+from fedbench.contract.uploads import Uploads
+from fedbench.data.sampling import Samples, cohort_of, sample_round
+from fedbench.data.split import TRAIN, Split
 from fedbench.errors import FedbenchError, NotFinite
-from fedbench.evaluation.metrics import Evaluator
 from fedbench.parts.central import Central, Pool
 from fedbench.simulation import kernel_check, workers
-from fedbench.simulation.client_store import ClientStore, Disk, Picked, at_once, filled, fits, room_for
-from fedbench.simulation.engine import Engine, Round, Uploads
+from fedbench.simulation.channel import sealed
+from fedbench.simulation.client_store import ClientStore, fits, room_for
+from fedbench.simulation.engine import Engine, Round
 from fedbench.simulation.failures import Failures
+from fedbench.simulation.scoring import Evaluator
 
 COUNTED = ("dropped", "stragglers", "rejected")
 FROZEN_BYTES = 1 << 26
@@ -181,16 +185,16 @@ class Federation:
             return self.server, uploads
         sound = uploads.finite() if uploads.summed else None
         if sound is None or sound.all():
-            sealed = replace(uploads.sealed(self.seed, self.round), room=self.store.room)
+            arrived = replace(sealed(uploads, self.seed, self.round), room=self.store.room)
             draw, lost = Draw(self.seed, self.round, None, self.engine.dtype, self.engine.device), None
             try:
-                server = self.algorithm.aggregate(self.server, sealed, draw)
+                server = self.algorithm.aggregate(self.server, arrived, draw)
                 finite({name: value for name, value in server.items() if name not in self.algorithm.mailed})
             except NotFinite as error:
                 lost = error.what
             said = [what for what in workers.exchanged(lambda: lost) if what]
             if not said:
-                return server, sealed
+                return server, arrived
             sound = uploads.finite()
             if sound.all():
                 raise Diverged(self.round, said[0])

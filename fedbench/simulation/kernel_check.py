@@ -20,16 +20,16 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedbench.contract.algorithm import Algorithm, Answer, Tensors
-from fedbench.data.split import Samples
+from fedbench.contract.uploads import Rows
+from fedbench.data.sampling import Samples
 from fedbench.errors import FedbenchError
-from fedbench.parts.mixing import Rows
 from fedbench.simulation.client_store import ClientStore, SomeClients
 
 if TYPE_CHECKING:
     from fedbench.contract.randomness import Draw
-    from fedbench.evaluation.metrics import Evaluator
     from fedbench.parts.central import Central, Pool
     from fedbench.simulation.engine import Engine
+    from fedbench.simulation.scoring import Evaluator
 
 DESCRIPTIONS = ("fused", "fused_score")
 NOT_THE_CLIENTS = frozenset(

@@ -10,13 +10,15 @@ import torch
 
 from fedbench.contract.algorithm import Algorithm, Answer, Tensors
 from fedbench.contract.randomness import Draw
-from fedbench.data.split import Split, sample_round
+from fedbench.data.sampling import sample_round
+from fedbench.data.split import Split
 from fedbench.errors import UsageError
-from fedbench.evaluation.metrics import Evaluator, ranking_metrics
+from fedbench.evaluation.metrics import ranking_metrics
 from fedbench.parts.central import Central
 from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.engine import Engine
 from fedbench.simulation.federation import world_of
+from fedbench.simulation.scoring import Evaluator
 
 ROUNDS = 30
 """local rounds of a new user, each with freshly drawn negatives; a closed form needs one"""

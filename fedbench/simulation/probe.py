@@ -12,8 +12,9 @@ from fedbench.contract.algorithm import Algorithm, check_stages
 from fedbench.contract.randomness import Draw
 from fedbench.data.split import Split
 from fedbench.errors import FedbenchError, UsageError
-from fedbench.simulation.engine import sent_rows, sent_to, vmapped
 from fedbench.simulation.federation import world_of
+from fedbench.simulation.generic import vmapped
+from fedbench.simulation.sending import sent_rows, sent_to
 
 log = logging.getLogger("fedbench")
 

@@ -29,10 +29,11 @@ from torch import Tensor
 
 from fedbench.contract import plugin_errors
 from fedbench.contract.algorithm import Tensors
+from fedbench.contract.storage import Memory, Picked, at_once
+from fedbench.contract.uploads import Rows, Tables, Uploads
 from fedbench.errors import DataError, FedbenchError, NotFinite, UsageError
-from fedbench.parts.mixing import BLOCK, Rows, Tables
-from fedbench.simulation.client_store import Memory, Picked, at_once
-from fedbench.simulation.engine import Round, Uploads
+from fedbench.kernels.mixing import BLOCK
+from fedbench.simulation.engine import Round
 
 TIMEOUT = timedelta(minutes=30)
 """a rank that says nothing for so long is lost; one that ended is noticed at once"""

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fedbench.contract.algorithm import Algorithm, Answer, Batch, Phase, Stage, Tensors, World
 from fedbench.contract.randomness import keys
-from fedbench.data.split import Samples, orders
-from fedbench.parts.mixing import Rows
-from fedbench.simulation.engine import Uploads
+from fedbench.contract.uploads import Rows, Uploads
+from fedbench.data.sampling import Samples
+from fedbench.kernels.shuffling import orders
 
 
 def make_optimizer(phase: Phase, held: Tensors) -> torch.optim.Optimizer:

@@ -1,0 +1,248 @@
+"""What the server sees of a round: the clients' uploads side by side, and what it may do with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedbench.contract.algorithm import World
+from fedbench.contract.storage import Memory
+from fedbench.errors import UsageError
+from fedbench.kernels.rows import summed_by_item
+
+AVERAGES = ("sum", "cohort", "touching")
+MASKED_BYTES = 8
+"""size of a number under a mask, see fedbench/parts/secure_sum.py"""
+
+
+def alone(part: Tensor) -> Tensor:
+    """The sum over all ranks if there is one."""
+    return part
+
+
+class Rows(NamedTuple):
+    """Rows of a shared table as the clients sent them, in the order of the cohort. Where ranks share a run, each has its own clients'."""
+
+    counts: Tensor
+    """[n] how many each client of the cohort sent; of another rank's clients none are here"""
+    item: Tensor
+    """[R]"""
+    value: Tensor
+    """[R, ...]"""
+    total: Callable[[Tensor], Tensor] = alone
+    """sums what every rank made of its rows, maybe in place; all of them must ask for it"""
+
+    @property
+    def clients(self) -> int:
+        """In the cohort."""
+        return len(self.counts)
+
+    @property
+    def client(self) -> Tensor:
+        """[R] position in the cohort."""
+        return torch.arange(self.clients, device=self.item.device).repeat_interleave(self.counts)
+
+    def combine(self, items: int, how: str, weight: Tensor | None = None) -> Tensor:
+        """[M, ...]: summed item by item, divided by nothing (sum), the cohort's size (cohort) or a row's senders (touching).
+
+        weight [n]: how much each client counts, in the sum and in what it is divided by; 1 if not given.
+        """
+        return self.combined(items, how, weight)[0]
+
+    def combined(self, items: int, how: str, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The same, and how many clients sent each row [M], or how much they count together."""
+        if how not in AVERAGES:
+            raise UsageError(f"rows are combined by {', '.join(AVERAGES)}, not by {how!r}")
+        shape = (-1, *[1] * (self.value.dim() - 1))
+        each = None if weight is None else weight.to(self.value)[self.client]
+        total, senders = map(self.total, summed_by_item(self.item, self.value, items, each))
+        if how == "cohort":
+            total /= self.clients if weight is None else weight.sum()
+        elif how == "touching":
+            total /= senders.clamp(min=torch.finfo(senders.dtype).tiny).view(shape)  # of an item that nobody sent the total is 0
+        return total, senders
+
+    def senders(self, items: int, weight: Tensor | None = None) -> Tensor:
+        """[M]: how many clients sent a row of each item, or how much they count together."""
+        each = None if weight is None else weight.to(self.value)[self.client]
+        return self.total(torch.bincount(self.item, each, minlength=items).to(self.value.dtype))
+
+    def sent(self) -> int:
+        """How many rows, over all clients."""
+        own = len(self.item)
+        return own if self.total is alone else int(self.total(torch.tensor(own, device=self.item.device)))
+
+
+def one_block(work: Callable[[], Tensor]) -> Iterator[Tensor]:
+    """The rows of all ranks if there is one."""
+    yield work()
+
+
+class Tables(NamedTuple):
+    """Whole tables of the clients' own, in the order of the cohort. Where ranks share a run, each has its own clients'."""
+
+    value: Tensor
+    """[R, M, ...] those that are here, all S in one process"""
+    start: int
+    """position in the cohort of the first of them"""
+    clients: int
+    """S in the cohort"""
+    passed: Callable[[Callable[[], Tensor]], Iterator[Tensor]] = one_block
+    """the rows that every rank makes, in the order of the cohort and some at once; all must ask for it, and see the end of it"""
+
+    @property
+    def own(self) -> slice:
+        """The positions in the cohort of those that are here."""
+        return slice(self.start, self.start + len(self.value))
+
+    def picked(self, at: Tensor) -> Tables:
+        """Those at the ascending positions `at` of the cohort; no copy when all are picked."""
+        if len(at) == self.clients:
+            return self
+        here = at[(at >= self.own.start) & (at < self.own.stop)]
+        return Tables(self.value[here - self.start], int((at < self.start).sum()), len(at), self.passed)
+
+    def each(self, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """[S, ...]: what `make` finds for each table, [R, M, ...] -> [R, ...], where it is."""
+        blocks = list(self.passed(lambda: make(self.value)))
+        return torch.cat(blocks) if len(blocks) > 1 else blocks[0]
+
+    def mixed(self, weights: Tensor) -> Tensor:
+        """[R, S] -> [R, M, ...]: a mixture of all tables for each client whose table is here; [S] -> [1, M, ...]: one for all clients."""
+        if weights.dim() == 1:
+            return reduce(torch.add, self.passed(lambda: weighted_tables(weights[None, self.own], self.value)))
+        mixed, at = self.value, 0
+        for tables in self.passed(lambda: self.value):
+            some = weights[:, at : at + len(tables)]
+            if at == 0:
+                mixed = weighted_tables(some, tables)
+            else:
+                mixed.flatten(1).addmm_(some.to(tables.dtype), tables.flatten(1))
+            at += len(tables)
+        return mixed
+
+
+@dataclass(frozen=True)
+class Uploads:
+    """All that the server sees of a round, in the order of the cohort."""
+
+    world: World
+    clients: Tensor
+    """[n] client numbers"""
+    tensors: Mapping[str, Tensor | Rows | Tables] = field(default_factory=dict)
+    whole: Mapping[str, int] = field(default_factory=dict)
+    """tables that travel whole, see Algorithm.travels_whole"""
+    summed: tuple[str, ...] = ()
+    """uploads that the server sees only as a sum, see fedbench/simulation/channel.py"""
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    unreadable: Tensor | None = None
+    """[n] whether an upload arrived in another shape than asked for, so that its numbers here mean nothing"""
+    room: Memory = Memory()  # noqa: RUF009 (it holds nothing)
+    """where the server lays what it keeps for each of many clients"""
+
+    def rows(self, name: str) -> Rows:
+        """Touched rows of a shared table; `combine` and `senders` look at all clients, wherever their rows are."""
+        value = self.tensors[name]
+        assert isinstance(value, Rows)
+        return value
+
+    def dense(self, name: str, picked: Tensor | None = None) -> Tensor:
+        """[n, ...] or, for the picked positions of the cohort, [S, ...]; no copy when all are picked."""
+        value = self.tensors[name]
+        if isinstance(value, Tables):
+            return self.tables(name, picked).each(lambda tables: tables)
+        assert isinstance(value, Tensor)
+        return value if picked is None or len(picked) == len(value) else value[picked]
+
+    def tables(self, name: str, picked: Tensor | None = None) -> Tables:
+        """The same of whole tables, which stay where they are: with torchrun on the rank that has the client."""
+        value = self.tensors[name]
+        if isinstance(value, Tables):
+            return value if picked is None else value.picked(picked)
+        every = self.dense(name, picked)
+        return Tables(every, 0, len(every))
+
+    def total(self, name: str) -> Tensor:
+        """[...] the sum over the cohort of a sealed upload."""
+        return self.sums[name]
+
+    def only(self, keep: Tensor) -> Uploads:
+        """The uploads of the clients where `keep` [n] is true."""
+        tensors: dict[str, Tensor | Rows | Tables] = {}
+        for name, value in self.tensors.items():
+            if isinstance(value, Rows):
+                mine = keep.repeat_interleave(value.counts)
+                tensors[name] = Rows(value.counts[keep], value.item[mine], value.value[mine], value.total)
+            elif isinstance(value, Tables):
+                tensors[name] = value.picked(keep.nonzero()[:, 0])
+            else:
+                tensors[name] = value[keep]
+        return replace(self, clients=self.clients[keep], tensors=tensors, unreadable=None)
+
+    def scaled(self, factor: Tensor) -> Uploads:
+        """Every number of a client's upload times its factor [n]; a copy."""
+        tensors: dict[str, Tensor | Rows | Tables] = {}
+        for name, value in self.tensors.items():
+            if isinstance(value, Rows):
+                tensors[name] = value._replace(value=times(value.value, factor[value.client]))
+            elif isinstance(value, Tables):
+                tensors[name] = value._replace(value=times(value.value, factor[value.own]))
+            else:
+                tensors[name] = times(value, factor)
+        return replace(self, tensors=tensors)
+
+    def finite(self) -> Tensor:
+        """[n] whether all that a client sent is finite."""
+        return torch.stack([torch.ones_like(self.clients, dtype=torch.bool), *(norm.isfinite() for norm in self.norms().values())]).all(0)
+
+    def norms(self) -> dict[str, Tensor]:
+        """Name -> [n]: the norm of what each client sent under that name."""
+        found = {}
+        for name, value in self.tensors.items():
+            if isinstance(value, Rows):
+                square = flat(value.value).square().sum(1)
+                found[name] = value.total(square.new_zeros(value.clients).index_add_(0, value.client, square)).sqrt()
+            else:
+                found[name] = value.each(norm_of_each) if isinstance(value, Tables) else norm_of_each(value)
+        return found
+
+    def bytes(self) -> int:
+        """Size of everything in here that travelled: values, and 4 bytes for the id of each row."""
+        total = 0
+        for name, value in self.tensors.items():
+            tensor = value if isinstance(value, Tensor) else value.value
+            sent, id_ = (value.sent(), 4) if isinstance(value, Rows) else (len(self.clients), 0)
+            numbers = math.prod(tensor.shape[1:])
+            if name in self.whole:
+                total += len(self.clients) * self.whole[name] * numbers * tensor.element_size()
+            elif name in self.summed:
+                total += sent * numbers * MASKED_BYTES
+            else:
+                total += sent * (numbers * tensor.element_size() + id_)
+        return total
+
+
+def flat(values: Tensor) -> Tensor:
+    """[n, ...] -> [n, k], also of nobody."""
+    return values.reshape(len(values), math.prod(values.shape[1:]))
+
+
+def norm_of_each(values: Tensor) -> Tensor:
+    """[n, ...] -> [n]"""
+    return torch.linalg.vector_norm(flat(values), dim=1)
+
+
+def times(value: Tensor, factor: Tensor) -> Tensor:
+    """[n, ...], [n] -> [n, ...]"""
+    return value * factor.to(value.dtype).view(-1, *[1] * (value.dim() - 1))
+
+
+def weighted_tables(weights: Tensor, tables: Tensor) -> Tensor:
+    """[R, S], [S, M, d] -> [R, M, d]: a mixture of all tables for each row of weights."""
+    return (weights.to(tables.dtype) @ tables.flatten(1)).view(len(weights), *tables.shape[1:])

@@ -1,0 +1,32 @@
+"""Ranks of held-out items among all items that a client has not met."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit, prange
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def rank_unseen(
+    scores: np.ndarray,
+    clients: np.ndarray,
+    train_ptr: np.ndarray,
+    train_item: np.ndarray,
+    val_item: np.ndarray,
+    test_item: np.ndarray,
+    refit: bool,
+    out: np.ndarray,
+) -> None:
+    """How many scores are not below the held-out item's, less those of the client's other items."""
+    for c in prange(clients.size):
+        u, mine = clients[c], scores[c]
+        for position in range(2):
+            score = mine[val_item[u] if position == 0 else test_item[u]]
+            count = 0
+            for i in range(mine.size):
+                count += 0 if mine[i] < score else 1
+            for i in train_item[train_ptr[u] : train_ptr[u + 1]]:
+                count -= 0 if mine[i] < score else 1
+            if position == 1 and not refit:
+                count -= 0 if mine[val_item[u]] < score else 1
+            out[position, c] = count

@@ -1,0 +1,44 @@
+"""Sums of the rows that clients sent, item by item."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+from torch import Tensor
+
+from fedbench.kernels.layers import fetch
+
+AHEAD = 16
+"""rows that are fetched while as many others are added"""
+
+
+def summed_by_item(item: Tensor, value: Tensor, items: int, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """[R], [R, ...] -> [M, ...], [M]: the rows of each item added up, in order, and how many they are; weight [R]: what each counts."""
+    total, count = value.new_zeros(items, *value.shape[1:]), value.new_zeros(items)
+    if value.device.type != "cpu":
+        each = value.new_ones(len(item)) if weight is None else weight
+        rows = value if weight is None else value * weight.view(-1, *[1] * (value.dim() - 1))
+        return total.index_add_(0, item, rows), count.index_add_(0, item, each)
+    each = value.new_ones(1) if weight is None else weight
+    _add_rows(
+        item.numpy(),
+        value.contiguous().view(len(item), math.prod(value.shape[1:])).numpy(),
+        each.numpy(),
+        total.view(items, -1).numpy(),
+        count.numpy(),
+    )
+    return total, count
+
+
+@njit(nogil=True, cache=True)
+def _add_rows(item: np.ndarray, value: np.ndarray, weight: np.ndarray, total: np.ndarray, count: np.ndarray) -> None:
+    """weight: [R], or [1] for all."""
+    for start in range(0, item.size, AHEAD):
+        fetch(total, item[start + AHEAD : start + 2 * AHEAD])
+        for r in range(start, min(start + AHEAD, item.size)):
+            row, add, one = total[item[r]], value[r], weight[r if weight.size > 1 else 0]
+            for j in range(add.size):
+                row[j] += one * add[j]
+            count[item[r]] += one

@@ -1,0 +1,51 @@
+"""A client's part of matrix factorisation by squares: its user vector in closed form, and a kernel that solves it for many clients."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbench.contract.algorithm import Batch
+from fedbench.kernels.ridge import solve_users
+
+
+class Ridge(NamedTuple):
+    """Σ (label - w·v)² over the samples + everywhere·Σ (w·v)² over the M rows of the table + l2·(samples + everywhere·M)|w|²."""
+
+    everywhere: float
+    """weight of the squared score of every item of the table"""
+    l2: float
+    positives: bool
+    """samples with label 0 stand for the items not met, of which they were drawn; they have no part in w"""
+
+    def met(self, batch: Batch) -> Tensor:
+        """[B] 1 for a sample that counts, 0 for a negative and for padding."""
+        return batch.weight * batch.label if self.positives else batch.weight
+
+    def solution(self, rows: Tensor, batch: Batch, gram: Tensor, size: Tensor) -> Tensor:
+        """w = (Σ v vᵀ + everywhere·VᵀV + l2·(samples + everywhere·M)·1)⁻¹ Σ label·v; rows [B, d], gram VᵀV, size M."""
+        met = self.met(batch)
+        shrink = self.l2 * (met.sum() + self.everywhere * size) * torch.eye(len(gram), dtype=rows.dtype, device=rows.device)
+        normal = (met[:, None] * rows).T @ rows + self.everywhere * gram + shrink
+        return torch.cholesky_solve(((met * batch.label) @ rows)[:, None], torch.linalg.cholesky_ex(normal).L)[:, 0]
+
+    def loss(self, rows: Tensor, score: Tensor, batch: Batch, size: Tensor) -> Tensor:
+        """Half the sum, negatives weighed so that they stand for all items not met, with l2 for the rows instead of w."""
+        # (r - s)² + a0·s² of an item met is (1 + a0)·(s - r/(1 + a0))² and a constant
+        a0, met = self.everywhere, self.met(batch)
+        unmet = a0 * (size - met.sum()) / (batch.weight - met).sum().clamp(min=1)
+        weight = (1 + a0) * met + unmet * (batch.weight - met)
+        return (weight * ((score - batch.label / (1 + a0)) ** 2 + self.l2 * (rows**2).sum(dim=1))).sum() / 2
+
+
+def solve(plan: Ridge, local: np.ndarray, label: np.ndarray, counts: np.ndarray, sent: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """`user` [C, d] of a block from what was sent: `items` [C, T, d], and `gram` and `size` of the whole table, the same to all."""
+    items = sent["items"]
+    kind = items.dtype.type
+    user = np.empty((len(items), items.shape[2]), kind)
+    base, mass = kind(plan.everywhere) * sent["gram"][0], kind(plan.everywhere) * sent["size"][0]
+    solve_users(items, local, label, counts, base, mass, kind(plan.l2), plan.positives, user)
+    return {"user": user}

@@ -1,0 +1,120 @@
+"""The generic local step, for any algorithm: vmap(grad) of its loss and an optimizer for each client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+
+from fedbench.contract.algorithm import Batch, Phase, Tensors
+from fedbench.kernels import fused
+
+
+def vmapped(function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function`, written for one client, over the leading client dimension of all tensors in its arguments."""
+    return vmap(function)(*arguments)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where each client of a block stands in its local training; all [C]."""
+
+    steps: Tensor
+    active: Tensor
+    total: Tensor
+    seen: Tensor
+    before: Tensor
+
+    @staticmethod
+    def start(count: Tensor, dtype: torch.dtype) -> Progress:
+        # four tensors, not one for all: a step that is compiled for the same ones is compiled again when they differ
+        steps, total, seen, before = torch.zeros(4, *count.shape, dtype=dtype, device=count.device)
+        return Progress(steps, count > 0, total, seen, before)
+
+    def mean(self) -> Tensor:
+        return self.total / self.seen.clamp(min=1)
+
+    def until(self, steps: int) -> Progress:
+        """Freeze the clients that have made so many steps."""
+        return replace(self, active=self.active & (self.steps < steps))
+
+    def after_epoch(self, epoch: int, tolerance: float) -> Progress:
+        """Freeze the clients whose running mean loss hardly changed."""
+        mean = self.mean()
+        active = self.active
+        if tolerance > 0 and epoch > 0:
+            active = active & ((mean - self.before).abs() / (self.before + 1e-5).abs() >= tolerance)
+        return Progress(self.steps, active, self.total, self.seen, torch.where(self.active, mean, self.before))
+
+
+def new_state(parameter: Tensor) -> tuple[Tensor, Tensor]:
+    """Adam's two moments."""
+    return torch.zeros_like(parameter), torch.zeros_like(parameter)
+
+
+def step(
+    loss: Callable[[Tensors, Tensors, Batch], Tensor],
+    phases: tuple[Phase, ...],
+    held: Tensors,
+    sent: Tensors,
+    batch: Batch,
+    optimizer: dict[str, tuple[Tensor, Tensor]],
+    progress: Progress,
+    real: Tensors,
+    gradients: Callable[..., tuple[Tensors, Tensor]] = lambda loss, *given: vmapped(grad_and_value(loss), *given),
+) -> tuple[Tensors, dict[str, tuple[Tensor, Tensor]], Progress]:
+    """One batch of every client in a block: each phase in turn, clients with nothing in this batch or finished unmoved.
+
+    real: for each table [C, T], 1 for a row and 0 for padding.
+    gradients: of a loss by its first argument, with its values [C].
+    """
+    size = batch.weight.sum(dim=1)
+    moves = progress.active & (size > 0)
+    steps = progress.steps + moves.to(progress.steps.dtype)
+    optimizer = dict(optimizer)
+    value = progress.total.new_zeros(())
+    for phase in phases:
+
+        def of(part: Tensors, rest: Tensors, sent: Tensors, batch: Batch) -> Tensor:
+            return loss({**rest, **part}, sent, batch)
+
+        part = {name: held[name] for name in phase.names}
+        rest = {name: tensor for name, tensor in held.items() if name not in part}
+        gradient, value = gradients(of, part, rest, sent, batch)
+        if phase.clip:
+            gradient = clipped(gradient, phase.clip, real)
+        for name in phase.names:
+            moved, optimizer[name] = update(held[name], gradient[name], optimizer[name], steps, moves, phase)
+            held = {**held, name: moved}
+    total = progress.total + torch.where(moves, value * size, torch.zeros_like(size))
+    seen = progress.seen + torch.where(moves, size, torch.zeros_like(size))
+    return held, optimizer, Progress(steps, progress.active, total, seen, progress.before)
+
+
+def clipped(gradient: Tensors, limit: float, real: Tensors) -> Tensors:
+    """Each client's gradient over all names scaled down to norm `limit`, as torch.nn.utils.clip_grad_norm_; padding does not count."""
+    squares = [(g * g).flatten(2).sum(2) * real[name] if name in real else g * g for name, g in gradient.items()]
+    norm = torch.stack([square.reshape(len(square), -1).sum(1) for square in squares]).sum(0).sqrt()
+    factor = (limit / (norm + 1e-6)).clamp(max=1)
+    return {name: g * factor.view(-1, *[1] * (g.dim() - 1)) for name, g in gradient.items()}
+
+
+def update(
+    parameter: Tensor, gradient: Tensor, state: tuple[Tensor, Tensor], steps: Tensor, moves: Tensor, phase: Phase
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """One optimizer step of every client that moves; parameter and gradient [C, ...], steps and moves [C]."""
+    shape = (-1, *[1] * (parameter.dim() - 1))
+    moves = moves.view(shape)
+    if phase.optimizer == "sgd":
+        return torch.where(moves, parameter - phase.lr * gradient, parameter), state
+    steps = steps.clamp(min=1).view(shape)
+    first = fused.BETA1 * state[0] + (1 - fused.BETA1) * gradient
+    second = fused.BETA2 * state[1] + (1 - fused.BETA2) * gradient * gradient
+    rate = phase.lr / (1 - fused.BETA1**steps)
+    moved = parameter * (1 - phase.lr * phase.weight_decay) if phase.optimizer == "adamw" else parameter
+    moved = moved - rate * first / (second.sqrt() / (1 - fused.BETA2**steps).sqrt() + fused.EPSILON)
+    return torch.where(moves, moved, parameter), (torch.where(moves, first, state[0]), torch.where(moves, second, state[1]))

@@ -1,0 +1,198 @@
+"""Scores of held-out items and the ranks that follow from them.
+
+Ties count against the held-out item, and so does a score that is not a number: rank = 1 + how many of the others are not below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedbench.contract.algorithm import Algorithm, Answer, Tensors
+from fedbench.data.split import Split
+from fedbench.evaluation.baselines import training_pairs
+from fedbench.kernels import fused
+from fedbench.kernels.ranking import rank_unseen
+from fedbench.simulation import kernel_check
+from fedbench.simulation.blocks import pad
+from fedbench.simulation.client_store import ClientStore
+from fedbench.simulation.engine import FULL_ROWS, in_place
+from fedbench.simulation.generic import vmapped
+from fedbench.simulation.sending import sent_rows, sent_whole
+
+MANY_SCORES = 1 << 20
+"""scores that kernels make at once: they need no copy of the rows, and threads that share them out have enough to do"""
+
+
+def ranks_among(scores: Tensor) -> Tensor:
+    """[C, 1 + K], the held-out item first -> [C]."""
+    return 1 + (~(scores[:, 1:] < scores[:, :1])).sum(dim=1)
+
+
+class Evaluator:
+    """Ranks every client's held-out items, among the sampled candidates and among all items it has not met; or predicts its ratings."""
+
+    def __init__(self, algorithm: Algorithm, split: Split, device: str, kernels: bool = True, own: range | None = None) -> None:
+        """own: the clients that are evaluated, all of them if not given; what is found for others means nothing."""
+        self.algorithm, self.split, self.device = algorithm, split, device
+        self.own = range(split.clients) if own is None else own
+        self.kernels = kernels and device == "cpu" and not kernel_check.overridden(algorithm, "fused_score")
+        self.checked: set[bool] = set()
+        """whether clients that were sent nothing, or something, have been scored by both paths, see kernel_check"""
+        self.ready: tuple[Answer, fused.Layers] | None = None
+        self.at_start = np.zeros((4, 0), np.int64)
+        """[4, U] sampled and full ranks of clients that never took part, 0 if not known yet; empty while there are none"""
+
+    def outcome(self, store: ClientStore, answer: Answer) -> dict[str, np.ndarray]:
+        """What metrics are made of: the rank of each client's held-out item [U], or on a rating split each prediction [N]."""
+        return self.predictions(store, answer) if self.split.held else self.sampled_ranks(store, answer)
+
+    def predictions(self, store: ClientStore, answer: Answer) -> dict[str, np.ndarray]:
+        """The score of every held-out (client, item), in the order of `Held`; not clamped yet."""
+        found = {}
+        for name, held in self.split.held.items():
+            counts = np.diff(held.ptr)
+            order = np.argsort(counts, kind="stable")
+            some = torch.from_numpy(order[counts[order] > 0]).to(self.device)
+            found[name] = np.empty(len(held.item))
+            for clients, sent in self.groups(store, answer, int(counts.max()), some):
+                where = clients.cpu().numpy()
+                items, real = self._padded(held.item, held.ptr, where)
+                scores = self.scores(store, answer, clients, sent, items)
+                at = held.ptr[where][:, None] + np.arange(real.shape[1])
+                found[name][at[real]] = scores.cpu().numpy()[real]
+        return found
+
+    def _padded(self, values: np.ndarray, ptr: np.ndarray, clients: np.ndarray) -> tuple[Tensor, np.ndarray]:
+        """[C, W] these clients' lists with zeros behind, and which entries are real."""
+        counts = np.diff(ptr)[clients]
+        out = np.zeros((len(clients), max(1, int(counts.max()))), np.int64)
+        pad(values, ptr, clients, out)
+        return torch.from_numpy(out).to(self.device), np.arange(out.shape[1]) < counts[:, None]
+
+    def scores(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, items: Tensor | None = None) -> Tensor:
+        """[C, K] each client's scores of its K items, or of all of them: by a fused kernel where one fits."""
+        kernel_check.scoring(self, store, answer, clients, sent, items)
+        found = self.fused_scores(store, answer, clients, sent, items)
+        return self.mapped_scores(store, answer, clients, sent, items) if found is None else found
+
+    def fused_scores(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, items: Tensor | None) -> Tensor | None:
+        """Scores by a fused kernel, None where none fits."""
+        plan = self.algorithm.fused_score(sent) if self.kernels else None
+        if plan is None:
+            return None
+        store = store.lend(clients)
+        place = in_place(plan, clients.numpy(), answer, store, sent_users=sent)
+        ranked = np.arange(self.split.items)[None] if items is None else items.cpu().numpy()
+        if place:
+            return torch.from_numpy(fused.score(plan, place, ranked))
+        if isinstance(plan, fused.NeuMFBCE):
+            users = answer.personal[plan.user][answer.slot[clients]] if answer.slot is not None else store.read(clients)[plan.user]
+            return torch.from_numpy(self.layers(plan, answer).score(users.numpy(), ranked))
+        return None
+
+    def mapped_scores(
+        self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, items: Tensor | None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Scores by the algorithm's own function, in numbers of another type if one is given."""
+        store, tables = store.lend(clients), self.algorithm.tables
+        own = store.read(clients) if items is None else store.rows(clients, items, tables)
+        theirs: Tensors = {}
+        if sent:
+            theirs = sent_whole(answer, clients) if items is None else sent_rows(answer, clients, items, tables)
+        if dtype:
+            own, theirs = kernel_check.in_type(own, dtype), kernel_check.in_type(theirs, dtype)
+        return vmapped(self.algorithm.score, own, theirs)
+
+    def layers(self, plan: fused.NeuMFBCE, answer: Answer) -> fused.Layers:
+        """What all clients are sent, made ready to score with, once for all chunks of an evaluation."""
+        if self.ready is None or self.ready[0] is not answer:
+            self.ready = answer, fused.Layers.of(plan, {name: value.numpy() for name, value in answer.shared.items()})
+        return self.ready[1]
+
+    def sampled_ranks(self, store: ClientStore, answer: Answer) -> dict[str, np.ndarray]:
+        """{"val": [U], "test": [U]} among the sampled candidates."""
+        return self._ranks(store, answer, full=False)
+
+    def full_ranks(self, store: ClientStore, answer: Answer) -> dict[str, np.ndarray]:
+        """The same among all items outside the client's training items (for test, outside its validation item too)."""
+        return self._ranks(store, answer, full=True)
+
+    def _ranks(self, store: ClientStore, answer: Answer, full: bool) -> dict[str, np.ndarray]:
+        who = self.split.evaluated
+        out = np.zeros((2, len(who)), np.int64)
+        for clients, sent in self.groups(store, answer, self.split.items if full else 2 + 2 * self.split.test_candidates.shape[1]):
+            fresh = store.fresh(clients)
+            if fresh is not None and fresh.all() and not sent:
+                found = self._at_start(store, clients)[2 * full : 2 * full + 2]
+            else:
+                found = (self._full if full else self._sampled)(store, answer, clients, sent)
+            out[:, np.searchsorted(who, clients.cpu().numpy())] = found
+        return {"val": out[0], "test": out[1]}
+
+    def _sampled(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool) -> np.ndarray:
+        """[2, C] ranks of the validation and test items of these clients among the sampled candidates."""
+        split, where = self.split, clients.cpu().numpy()
+        lists = (split.val_item[where, None], split.val_candidates[where], split.test_item[where, None], split.test_candidates[where])
+        items = torch.from_numpy(np.concatenate(lists, axis=1).astype(np.int64)).to(self.device)
+        scores, width = self.scores(store, answer, clients, sent, items), 1 + split.val_candidates.shape[1]
+        return torch.stack([ranks_among(scores[:, :width]), ranks_among(scores[:, width:])]).cpu().numpy()
+
+    def _full(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool) -> np.ndarray:
+        """The same among all items."""
+        return ranks_among_unseen(self.scores(store, answer, clients, sent), self.split, clients.cpu().numpy())
+
+    def _at_start(self, store: ClientStore, clients: Tensor) -> np.ndarray:
+        """[4, C] sampled and full ranks of clients that never took part and are sent nothing. They stay, so they are found once."""
+        if not self.at_start.size:
+            self.at_start = np.zeros((4, self.split.clients), np.int64)
+        where = clients.numpy()
+        new = clients[self.at_start[0, where] == 0]
+        if len(new):
+            lent = store.lend(new)
+            self.at_start[:, new.numpy()] = np.concatenate([ranks(lent, Answer(), new, False) for ranks in (self._sampled, self._full)])
+        return self.at_start[:, where]
+
+    def groups(self, store: ClientStore, answer: Answer, width: int, everyone: Tensor | None = None) -> Iterator[tuple[Tensor, bool]]:
+        """Chunks of clients that were all sent something or all nothing, and that are all as they started, not stored, or none."""
+        everyone = torch.from_numpy(self.split.evaluated).to(self.device) if everyone is None else everyone
+        if len(self.own) < self.split.clients:
+            everyone = everyone[(everyone >= self.own.start) & (everyone < self.own.stop)]
+        if answer.slot is None:
+            groups = [(everyone, bool(answer.shared))]
+        else:
+            has = answer.slot[everyone] >= 0
+            groups = [(everyone[has], True), (everyone[~has], False)]
+        for clients, sent in groups:
+            fresh = store.fresh(clients)
+            light = fresh is None and self.kernels and self.algorithm.fused_score(sent) is not None
+            for some, rows in [(clients, width)] if fresh is None else [(clients[~fresh], width), (clients[fresh], self.split.items)]:
+                for chunk in some.split(max(1, (MANY_SCORES if light else FULL_ROWS) // rows)):
+                    if len(chunk):
+                        yield chunk, sent
+
+
+def ranks_among_unseen(scores: Tensor, split: Split, clients: np.ndarray) -> np.ndarray:
+    """[C, M] scores of all items -> [2, C] ranks of the validation and test items among what the clients do not train on."""
+    if scores.device.type != "cpu":
+        return _ranks_on_device(scores, split, clients)
+    out = np.empty((2, len(clients)), np.int64)
+    rank_unseen(scores.numpy(), clients, split.train_ptr, split.train_item, split.val_item, split.test_item, split.refit, out)
+    return out
+
+
+def _ranks_on_device(scores: Tensor, split: Split, clients: np.ndarray) -> np.ndarray:
+    out = np.empty((2, len(clients)), np.int64)
+    row, item = (torch.from_numpy(part).to(scores.device) for part in training_pairs(split, clients))
+    val, test = (torch.from_numpy(held[clients].astype(np.int64)).to(scores.device) for held in (split.val_item, split.test_item))
+    for position, target in enumerate((val, test)):
+        at_least = ~(scores < scores.gather(1, target[:, None]))
+        count = at_least.sum(dim=1)
+        count.index_add_(0, row, -at_least[row, item].to(count.dtype))
+        if position == 1 and not split.refit:
+            count -= at_least.gather(1, val[:, None])[:, 0].to(count.dtype)
+        out[position] = count.cpu().numpy()
+    return out
