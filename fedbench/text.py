@@ -1,4 +1,4 @@
-"""Text that comes from others and text that goes to a terminal: numbers as they are commonly written, and nothing that steers a screen."""
+"""Plain text: parsing numbers, finding similar names, and printing safely (no control characters reach the terminal)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TextIO
 WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 NUMBER = re.compile(r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|inf|infinity|nan)", re.ASCII | re.IGNORECASE)
 PLAIN = {"±": "+-", "·": "-", "…": "...", "–": "-", "×": "x", "≥": ">=", "≤": "<="}
-"""what stands for a character where the output knows ASCII alone"""
+"""ASCII spelling of characters, for output that is ASCII only"""
 
 
 def whole(word: str) -> int:
@@ -57,7 +57,7 @@ def human(size: float) -> str:
 
 
 def say(text: object = "", file: TextIO | None = None) -> None:
-    """Print for people: what a line holds cannot steer the terminal. Where nobody reads any more (behind `head`), it goes nowhere."""
+    """Print without control characters. If standard output is closed (behind `head`), the rest is discarded."""
     try:
         print(shown(text, keep="\n\t"), file=file, flush=True)
     except BrokenPipeError:
@@ -75,13 +75,13 @@ def loose(word: str) -> str:
 
 
 def matching(word: str, known: Iterable[str]) -> str | None:
-    """The one known name that is this word but for capitals, hyphens and underscores."""
+    """The one known name that equals this word if capitals, hyphens and underscores are ignored; None if there is none or several."""
     found = [name for name in known if loose(name) == loose(word)]
     return found[0] if len(found) == 1 else None
 
 
 class Shown(logging.Filter):
-    """Log records as `shown`, so that none can steer the terminal or pass for another line."""
+    """Log filter that spells out control characters, so that no record can fake another line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = shown(record.getMessage()), ()
@@ -95,7 +95,7 @@ def _spelt(error: UnicodeError) -> tuple[str, int]:
 
 
 def prepare_output() -> None:
-    """Standard streams that can be written to: closed ones lead nowhere, and one that knows ASCII alone spells the rest."""
+    """Make the standard streams safe to write to: closed ones go to /dev/null, ASCII-only ones spell out other characters."""
     for number_ in range(3):
         try:
             os.fstat(number_)

@@ -1,4 +1,4 @@
-"""`python -m fedbench audit`: prove that a protocol does not tell a client which item is held out, or say LEAK with the figures."""
+"""`python -m fedbench audit`: check that a protocol reveals no held-out item to a client; prints LEAK with the figures if it does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fedbench.tracking.run_log import setup_logging
 ROUNDS = 10
 """rounds of negatives that are drawn and counted, and that a canary trains; `--rounds` overrides"""
 CHOSEN = {"val": "on validation", "test": "on TEST", "last": "none: the last round is reported, whatever it scores"}
-"""by --select-on"""
+"""what the audit prints, by --select-on"""
 HELP = f"""usage: python -m fedbench audit --dataset D [--protocol P] [protocol flags] [--rounds {ROUNDS}] [--seed 0]
 
 Proves a protocol on a dataset, or exits 1 and says LEAK:
@@ -120,7 +120,7 @@ def negatives(split: Split, seed: int, rounds: int) -> Iterator[Check]:
 
 
 def at_chance(split: Split, canary: config.RunConfig, rounds: int) -> Check:
-    """HR@10 of a method that cannot know, within 3 standard errors of chance."""
+    """A control's HR@10 must be within 3 standard errors of chance."""
     algorithm = replace(canary.algorithm, rounds=min(rounds, canary.algorithm.rounds))
     federation = Federation.start(algorithm, split, canary.seed)
     for _ in range(algorithm.rounds):

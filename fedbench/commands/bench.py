@@ -42,10 +42,10 @@ Figures = dict[str, Any]
 WARM_ROUNDS = 2
 """rounds before the measured ones: kernels compile, and clients have been sent something"""
 REPEATS, CALM = 3, 10.0
-"""measured rounds, and turns of the two engines; the best counts. More turns as long as they take less than so many seconds together: what
-disturbs a short training, such as a neighbour's use of memory, often lasts for seconds"""
+"""measured rounds and turns of the two engines, of which the best counts; more turns while they take less than CALM seconds together,
+because a disturbance such as another program's use of memory often lasts for seconds"""
 MOMENT, MANY = 1.0, 20
-"""rounds that are short against what other programs disturb are measured more often: for so many seconds, at most so often"""
+"""short rounds are measured for MOMENT seconds, at most MANY times: other programs disturb them more"""
 PATIENCE = 20.0
 """seconds after which a slow combination is not measured again"""
 LOOP_CLIENTS = 100
@@ -138,7 +138,7 @@ def check(mine: argparse.Namespace) -> None:
 
 
 def first_run(flags: Sequence[str]) -> config.RunConfig:
-    """What the flags describe; of several seeds or folds the first."""
+    """The run that the flags describe; of several seeds or folds the first."""
     configs = command_line.parse([*flags, "--no-mlflow"]).configs
     if not configs:
         raise UsageError("bench: the flags name no run; leave --list out")
@@ -250,9 +250,9 @@ def several_rounds(federation: Federation, clock: Clock) -> list[dict[str, float
 
 
 def both_engines(federation: Federation, samples: Samples, clock: Clock, loop_clients: int | None) -> tuple[float, float, int, float]:
-    """Seconds of the batched and of the loop engine for one round, the numbers that moved, and how many a second could at most.
+    """Seconds of one round in the batched and in the loop engine, element updates, and the machine's limit of updates a second.
 
-    All are the best of several in turns: what other programs disturb at a time concerns all of them.
+    Each is the best of several, measured in turns, so that other programs disturb all of them alike.
     """
     algorithm, engine, store = federation.algorithm, federation.engine, federation.store
     when = federation.round + 1
@@ -309,12 +309,12 @@ def spread_over(samples: Samples, n: int) -> Samples:
 
 
 def share(figures: Figures) -> float | None:
-    """Of the machine's limit; None where no optimizer moves anything."""
+    """Element updates as a share of the machine's limit; None where nothing is trained by an optimizer."""
     return figures["updates_per_second"] / figures["limit"] if figures.get("updates") else None
 
 
 def bounded(figures: Figures) -> str:
-    """How a slow combination was cut down; nothing if it was not."""
+    """How a slow combination was reduced, in words; empty if it was not."""
     cut = [f"first {figures['taken']:,} of {figures['everybody']:,} clients"] if figures["taken"] < figures["everybody"] else []
     return ", ".join(cut + ([f"{figures['repeats']} round(s)"] if figures["repeats"] < REPEATS else []))
 

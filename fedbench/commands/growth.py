@@ -34,7 +34,7 @@ def growth(
     base: Mapping[str, int] = MappingProxyType(BASE),
     axes: Mapping[str, Sequence[int]] = MappingProxyType(AXES),
 ) -> int:
-    """Measure, print a table with fitted exponents, keep what is asked for."""
+    """Measure every point, print a table with fitted exponents, write the JSON and the plot that were asked for."""
     points = [(axis, size) for axis, sizes in axes.items() for size in sizes]
     figures: list[Figures] = []
     say(f"{'axis':<20}{'size':>10}" + "".join(f"{name:>10}" for name in QUANTITIES))
@@ -66,7 +66,7 @@ def sized(at: Mapping[str, int]) -> list[str]:
 
 
 def quantities(figures: Figures) -> dict[str, float]:
-    """What is fitted, by name and `_cost`; of each part the least that a round took, for they are short and evaluation is not."""
+    """The costs that are fitted, by name and `_cost`; for the short parts the least over all rounds."""
     parts = figures["least"]
     values = (
         parts["sample"] + parts["train"] + parts["aggregate"],
@@ -79,13 +79,13 @@ def quantities(figures: Figures) -> dict[str, float]:
 
 
 def exponent(figures: Sequence[Figures], axis: str, name: str = "round") -> float:
-    """The slope of log(cost) over log(size); not a number where nothing is spent, or at one size alone."""
+    """The slope of log(cost) over log(size); NaN where the cost is 0 or there is one size only."""
     size, cost = along(figures, axis, name)
     return float(np.polyfit(np.log(size), np.log(cost), 1)[0]) if len(size) > 1 and (cost > 0).all() else float("nan")
 
 
 def fixed(figures: Sequence[Figures], axis: str, name: str = "round") -> float:
-    """The cost at size 0 of the straight line that fits best, in shares of each cost; not a number as above."""
+    """Intercept of a straight line fitted with relative weights: the cost at size 0. NaN as for `exponent`."""
     size, cost = along(figures, axis, name)
     return float(np.polyfit(size, cost, 1, w=1 / cost)[1]) if len(size) > 1 and (cost > 0).all() else float("nan")
 

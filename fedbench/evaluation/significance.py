@@ -14,7 +14,7 @@ LEVEL = 0.95
 CHUNK = 4_000_000
 """numbers drawn at once"""
 BLOCK = 1 << 15
-"""of which so many fit a core's cache while they are made"""
+"""numbers made at once, so that they stay in a core's cache"""
 
 
 def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
@@ -99,7 +99,7 @@ def wilcoxon(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """p-values corrected for being several (Holm's step-down method)."""
+    """p-values corrected for multiple comparisons (Holm's step-down method)."""
     order = np.argsort(p, kind="stable")
     raised = np.maximum.accumulate(np.asarray(p, np.float64)[order] * np.arange(len(p), 0, -1))
     out = np.empty(len(p))

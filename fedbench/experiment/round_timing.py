@@ -1,4 +1,4 @@
-"""What the parts of a round cost, and as many of a dataset's clients as a measurement has memory for."""
+"""Timing the parts of a round, on as many of a dataset's clients as fit into a memory limit."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from fedbench.simulation.federation import Federation, world_of
 Clock = Callable[[], float]
 PARTS = ("sample", "train", "aggregate", "evaluate", "full ranking")
 WHOLE = PARTS[:4]
-"""of these a round always consists; the full ranking is made for the reported round, or, of a large model, for each best one so far"""
+"""the parts of every round; the full ranking is made for the reported round alone, or, for large models, for each best round so far"""
 
 
 def kept_bytes(run: RunConfig, split: Split, dtype: torch.dtype, device: str) -> int:
-    """What one client keeps between rounds."""
+    """Bytes of state that one client keeps between rounds."""
     one = run.algorithm.init_client(world_of(split), draw_for(Draw(run.seed, 0, None, dtype, device), np.arange(1)))
     return sum(value[0].numel() * value.element_size() for value in one.values())
 
 
 def bounded_split(run: RunConfig, split: Split, state_mb: float | None, dtype: torch.dtype, device: str) -> Split:
-    """As many of the first clients as keep no more than so many MB together."""
+    """The split, cut to as many first clients as keep at most `state_mb` together."""
     kept = kept_bytes(run, split, dtype, device)
     return split if state_mb is None or kept * split.clients <= state_mb * 1e6 else first_clients(split, max(1, int(state_mb * 1e6 / kept)))
 
@@ -79,7 +79,7 @@ def round_parts(federation: Federation, clock: Clock) -> dict[str, float]:
 
 @contextmanager
 def watched(owner: object, method: str, clock: Clock) -> Iterator[list[float]]:
-    """The seconds of each call of a method meanwhile."""
+    """Time each call of a method inside the `with` block; yields the list of seconds."""
     seconds: list[float] = []
     original = getattr(owner, method)
 

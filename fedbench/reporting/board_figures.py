@@ -61,7 +61,7 @@ def figures(board: Board, rows: Sequence[Row]) -> Iterator[Figure]:
 
 
 def not_controls(board: Board) -> list[int]:
-    """Places of the methods to draw. Controls at chance would press all others together; where a leak lifts them they are shown."""
+    """Places of the methods to draw: without controls, which at chance would squeeze the scale, unless a leak lifts them."""
     others = [place for place, method in enumerate(board.methods) if method.algo not in CANARIES]
     return others if others and not board.leaky else list(range(len(board.methods)))
 
@@ -108,7 +108,7 @@ def convergence(method: Method, key: str) -> Curve | None:
 
 
 def rank_curve(method: Method, board: Board) -> Curve:
-    """Share of clients whose test item has at most a rank."""
+    """Share of clients whose test item is ranked at k or better, by k."""
     candidates = int(board.first.summary.get("protocol_fields", {}).get("eval_negatives", 99)) + 1
     places = np.arange(1, candidates + 1)
     share = np.stack([np.searchsorted(np.sort(run.clients["rank_test"]), places, side="right") / len(run.clients) for run in method.runs])

@@ -22,7 +22,7 @@ from fedbench.settings.naming import NOT_HASHED
 
 SHORT = {"clients_per_round": "n", "local_epochs": "e"}
 NO_SETTING = {*NOT_HASHED, "seed", "fold", "refit"}
-"""keys of a config that do not make a run another method"""
+"""keys of a config that do not distinguish methods"""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Metric:
         return -1 if self.lower else 1
 
     def clients(self, table: pd.DataFrame) -> np.ndarray:
-        """[U] values of one run, whose mean (of ratings: weighted by how many a client has) is what `total` takes."""
+        """[U] values of one run; `total` turns their mean (for ratings weighted by each client's count) into the metric."""
         values = table[self.column].to_numpy(np.float64)
         return client_metrics(values)[self.key.removeprefix("full_")] if "rank" in self.column else values
 
@@ -66,7 +66,7 @@ RATING = (
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run, as its folder tells it."""
+    """A finished run, read from its folder."""
 
     folder: Path
     config: dict[str, Any]
@@ -95,7 +95,7 @@ class Run:
 
     @property
     def fingerprint(self) -> str:
-        """What its table must share: of a fold, the fingerprint of all folds together."""
+        """The fingerprint that all runs of a table share: for a fold, that of all folds together."""
         return str(self.summary["protocol_fingerprint"]) if self.fold is None else over_folds(self.summary)
 
     @property
@@ -149,7 +149,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Board:
-    """What may stand in one table: one dataset under one fingerprint."""
+    """The runs that may be compared in one table: one dataset under one protocol fingerprint."""
 
     dataset: str
     fingerprint: str
@@ -208,7 +208,7 @@ class Board:
 
     @property
     def references(self) -> list[tuple[str, dict[str, float]]]:
-        """What stands beside the methods: the floor, and chance or the global mean."""
+        """Reference rows of the leaderboard: the floor, and chance or the global mean."""
         named = (("popularity", "popularity"), ("user_item_mean", "user + item mean"), ("global_mean", "global mean"), ("chance", "chance"))
         first = self.methods[0]
         return [
@@ -389,7 +389,7 @@ def make_methods(runs: Sequence[Run], remarks: list[str]) -> list[Method]:
 
 
 def is_popularity(method: Method) -> bool:
-    """Its ranking is popularity's own."""
+    """Whether the method ranks exactly as popularity does."""
     floor = method.runs[0].summary.get("popularity")
     return floor is not None and all(method.runs[0].summary["test"].get(key) == value for key, value in floor.items())
 

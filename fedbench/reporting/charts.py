@@ -25,7 +25,7 @@ DARK = {
     **dict(zip(COLORS, ("#6db3f2", "#f2a154", "#55c896", "#e887c8", "#b19cf5", "#d6b25e", "#62cfe3", "#ff8f80"), strict=True)),
     **{INK: "#e4e9f0", PAPER: "#14181e", GRID: "#2c343e", LOSS: "#c3cbd5", CHANCE: "#9aa5b3", LEAK: "#ff6b61"},
 }
-"""what stands for a colour on a dark page"""
+"""colours for a dark page, by their light ones"""
 STYLES = ("-", "--", "-.", ":")
 MOST_CURVES = 8
 """more lines than that cannot be told apart"""
@@ -72,7 +72,7 @@ class Drawn(NamedTuple):
 
 
 def draw(name: str, alt: str, figure: Callable[..., Figure], *arguments: Any) -> Drawn:
-    """Both files of a figure that a function here or in figures.py makes; the same figure gives the same bytes."""
+    """PNG and SVG of what `figure(*arguments)` draws; equal figures give equal bytes."""
     files = []
     with matplotlib.rc_context(SETTINGS):
         made = figure(*arguments)
@@ -147,9 +147,9 @@ class Point(NamedTuple):
     cost: float
     quality: float
     front: bool = False
-    """nothing beats it in both"""
+    """on the Pareto front"""
     central: bool = False
-    """it is trained in one place, where nothing is sent"""
+    """trained centrally: nothing is sent"""
 
 
 def trade_off(

@@ -1,4 +1,4 @@
-"""A report as a page: tables, warnings and figures, written as one HTML file that asks for nothing, as Markdown and as plain text."""
+"""A report as a page: tables, warnings and figures, written as one HTML file without external resources, as Markdown and as plain text."""
 
 from __future__ import annotations
 

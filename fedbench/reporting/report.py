@@ -1,4 +1,4 @@
-"""`python -m fedbench report`: runs side by side, with how sure each difference is, in one page that stands alone."""
+"""`python -m fedbench report`: finished runs compared, with intervals and tests, in one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def board_section(board: Board, rows: Sequence[Row]) -> Section:
 
 
 def warnings(board: Board, rows: Sequence[Row]) -> list[str]:
-    """What must not be overlooked: leaks, and methods that do not beat the floor."""
+    """Warnings: leaks, controls above chance, and methods that do not beat the floor."""
     said = []
     if board.leaky:
         said.append("LEAKY protocol: these numbers are inflated by the held-out items; compare them with nothing but each other")
@@ -233,7 +233,7 @@ def leaderboard(board: Board, rows: Sequence[Row]) -> Table:
 
 
 def mark_best(table: Sequence[list[Cell]], column: int, sign: int) -> None:
-    """Mark the best of a column in place: what must be beaten counts too."""
+    """Mark the best cells of a column, in place; the floor and chance count too."""
     known = [cells[column] for cells in table if cells[column].value is not None]
     if known:
         best = max(known, key=lambda cell: sign * (cell.value or 0)).text
@@ -275,7 +275,7 @@ def new_users(board: Board) -> list[Table]:
 
 
 def costs(board: Board) -> Table:
-    """What the runs took, means over seeds."""
+    """Rounds, bytes, client visits and seconds of each method, as means over seeds."""
     columns = ["method", "reported round", "rounds", "bytes up", "bytes down", "client visits", "clients never seen", "seconds a round"]
     rows = []
     for number, method in enumerate(board.methods):
@@ -294,7 +294,7 @@ def costs(board: Board) -> Table:
 
 
 def spread_table(board: Board) -> Table:
-    """How unequal clients fare."""
+    """Metrics of the worst clients, and by how much a client trains on."""
     keys = [("mrr_p10", "MRR, 10th percentile"), ("mrr_worst_decile", "MRR, worst tenth")]
     if board.lead in RATING:
         keys = [("rmse_p90", "RMSE, 90th percentile"), ("rmse_worst_decile", "RMSE, worst tenth")]
@@ -361,7 +361,7 @@ def datasets_section(boards: Sequence[Board]) -> Section:
 
 
 def leak_section(clean: Sequence[tuple[Board, list[Row]]], leaky: Sequence[tuple[Board, list[Row]]]) -> Section:
-    """The same algorithms under a clean and a LEAKY protocol."""
+    """Algorithms under a clean protocol beside a LEAKY one, by dataset."""
     tables, pictures, warned = [], [], []
     for board, rows in clean:
         others = [(other, theirs) for other, theirs in leaky if other.dataset == board.dataset]

@@ -19,7 +19,7 @@ class Cadence:
     rounds: int | None = None
     seconds: float | None = None
     share: float = 1.0
-    """saving may take this share of the time"""
+    """largest share of the run's time that saving may take"""
 
     def __post_init__(self) -> None:
         self._next = time.monotonic() + (self.seconds or 0)
@@ -43,5 +43,5 @@ class Cadence:
         return self.seconds is not None and time.monotonic() >= self._next
 
     def saved(self, took: float) -> None:
-        """A checkpoint that took so many seconds is done."""
+        """Set the next due time after a checkpoint that took `took` seconds."""
         self._next = time.monotonic() + max(self.seconds or 0, took / self.share)

@@ -43,12 +43,12 @@ class Request(NamedTuple):
     list: bool
     print_config: bool
     out: Path | None = None
-    """the folder that all of them are below, if one was named"""
+    """parent folder of all runs, if --out names one"""
     jobs: int = 1
-    """how many of them at once"""
+    """runs at once"""
 
     def shown(self) -> dict[str, Any]:
-        """All of them as one file that --config reads back."""
+        """All runs as one config that --config reads back."""
         told = self.configs[0].to_dict()
         if len(self.configs) == 1:
             return told
@@ -60,7 +60,7 @@ class Request(NamedTuple):
 
 
 def resolve(argv: Sequence[str], names: str | None = None) -> RunConfig:
-    """The one run that the command line describes; `names` as for `parse`."""
+    """The one run that the command line describes; UsageError if it describes several. `names`: see `parse`."""
     configs = parse(argv, names).configs
     if len(configs) != 1:
         raise UsageError(f"expected one run, but the flags name {len(configs)}; use --seed, and --fold if folds are tested")
@@ -70,7 +70,7 @@ def resolve(argv: Sequence[str], names: str | None = None) -> RunConfig:
 def parse(argv: Sequence[str], names: str | None = None) -> Request:
     """Read the command line in two steps: first the algorithm, then all flags, that algorithm's own included.
 
-    names: who names the algorithm, in words, if it is not the user's own command line: a file of Python must then be known, see `trust`.
+    names: where the algorithm's name comes from, if not from the user's own command line; a .py file must then be trusted, see `trust`.
     """
     algo, cls, file, in_file = _named_algorithm(argv, names)
     groups = flag_groups(cls)

@@ -1,4 +1,4 @@
-"""RunConfig: all that a run is told, and its identity (what determines the result, and the hash of that)."""
+"""RunConfig: every setting of one run, and its identity (what determines the result, and the hash of that)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SYNTHETIC = ("users", "items", "interactions", "data_seed")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All that a run is told. Fields of plain types are flags: the sentence under a field is its --help text."""
+    """Every setting of one run. Fields of plain types are flags: the sentence under a field is its --help text."""
 
     algo: str
     """the algorithm: a name from --list, or a path to a .py file that holds one"""
@@ -64,9 +64,9 @@ class RunConfig:
     out: Path | None = None
     """folder of the run; runs/<dataset>/<algo>/<time>-<hash> if not given"""
     resume: str = "auto"
-    """auto (go on where the run in --out stopped), never, or the folder of the run to go on with"""
+    """auto (resume the run in --out if it stopped early), never, or the folder of the run to resume"""
     checkpoint_every: str = "auto"
-    """rounds (10) or time (60s, 5m) between two saved states, never, or auto: each minute, less often if that takes over 2 % of the run"""
+    """rounds (10) or time (60s, 5m) between two checkpoints, never, or auto: each minute, less often if that takes over 2 % of the run"""
     keep_state: str = "auto"
     """what a finished run keeps for later use: best (the state of the reported round), last, none, or auto (best if there is room)"""
     mlflow: bool = True
@@ -80,7 +80,7 @@ class RunConfig:
 
     @property
     def limit(self) -> int:
-        """How much of its budget a run may use."""
+        """The budget at which the run ends, in the unit of `budget`."""
         return self.algorithm.rounds if self.budget_value is None else self.budget_value
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,6 +94,7 @@ class RunConfig:
 
     def identity(self) -> dict[str, Any]:
         """What determines the result. A file counts by its content, not by its path."""
+        # A setting that came later is left out at its default, so that the hashes of older runs stay valid.
         skipped = {*NOT_HASHED, *(key for key, value in _values(self.failures).items() if value == getattr(Failures, key))}
         skipped |= set() if self.protocol.new_users else {"new_users"}
         skipped |= {"eval_clients"} if self.protocol.eval_clients is None else set()

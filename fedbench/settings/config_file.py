@@ -54,7 +54,7 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_values(values: Mapping[str, Any], path: str | None, flags: Mapping[str, Flag], cls: type[Algorithm] | None) -> dict[str, Any]:
-    """A file's values checked; `no_mlflow = true` means `mlflow = false`."""
+    """A config file's values, checked against the flags; `no_mlflow = true` means `mlflow = false`."""
     read: dict[str, Any] = {}
     for key, value in values.items():
         where = f"--config {path}: {key}"

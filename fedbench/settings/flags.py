@@ -42,7 +42,7 @@ AT_LEAST = {
     "folds": 2,
 }
 OR_NUMBER = ("checkpoint_every", "max_upload_norm")
-"""words that may be a number in a config file"""
+"""flags of type str that a config file may give as a number"""
 MOST_SEEDS = 1000
 
 
@@ -75,7 +75,7 @@ class Flag:
         return any(get_origin(kind) is tuple for kind in _members(self.kind))
 
     def read(self, value: object, where: str) -> Any:
-        """A word of the command line or a value of a file as this flag's type, or a UsageError that opens with `where`."""
+        """Convert a command-line word or a config-file value to this flag's type; a UsageError starts with `where`."""
         if NoneType in _members(self.kind) and (value is None or value == "none"):
             return None
         if not self.is_tuple:
@@ -196,7 +196,7 @@ def flag_groups(cls: type[Algorithm] | None) -> dict[str, list[Flag]]:
 
 
 def flags_of(cls: type, choices: Mapping[str, tuple[str, ...]], skip: tuple[str, ...] = ()) -> list[Flag]:
-    """One flag a field."""
+    """One flag for each field of a dataclass."""
     sentences = registry.field_help(cls)
     try:
         kinds = get_type_hints(cls)

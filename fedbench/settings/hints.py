@@ -1,4 +1,4 @@
-"""What a wrong word on the command line was probably meant to be. Imports nothing heavy: the commands' own errors need it too."""
+"""Suggestions for unknown flags, keys and words on the command line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MEANT = {
     "verbose": "--debug",
     "silent": "--quiet",
 }
-"""other programs' flags, and ours of that meaning"""
+"""flag names common in other programs, and ours of the same meaning"""
 
 
 def refuse_unknown(words: Sequence[str], options: Sequence[str], cls: type[Algorithm] | None) -> None:
@@ -44,7 +44,7 @@ def refuse_unknown(words: Sequence[str], options: Sequence[str], cls: type[Algor
             continue
         spelled = word.partition("=")[0]
         key = spelled.lstrip("-").replace("-", "_")
-        if cls is None and (owners(key) or owners(MEANT.get(key, "").lstrip("-"))):  # the missing --algo is the better news
+        if cls is None and (owners(key) or owners(MEANT.get(key, "").lstrip("-"))):  # the error that --algo is missing helps more
             continue
         raise UsageError(f"unknown flag {spelled}" + for_key(key, options, cls, lambda key: "--" + key.replace("_", "-")))
     if strays and (said := for_strays(strays, cls)):
@@ -64,7 +64,7 @@ def refuse_single_dash(words: Sequence[str], keys: Iterable[str]) -> None:
 
 
 def for_key(key: str, known: Sequence[str], cls: type[Algorithm] | None, spell: Callable[[str], str]) -> str:
-    """What follows `unknown flag ...` or `unknown key ...`."""
+    """The suggestion printed after `unknown flag ...` or `unknown key ...`."""
     meant = MEANT.get(key.lower(), "")
     for name in (key, meant.lstrip("-")):
         having = owners(name)
@@ -78,9 +78,9 @@ def for_key(key: str, known: Sequence[str], cls: type[Algorithm] | None, spell: 
 
 
 def for_strays(words: Sequence[str], cls: type[Algorithm] | None) -> str:
-    """What to say of words that follow no flag: `fedem filmtrust` was meant as `--algo fedem --dataset filmtrust`.
+    """The error for words that follow no flag: `fedem filmtrust` was meant as `--algo fedem --dataset filmtrust`.
 
-    Nothing without an algorithm: that it is missing is the better news.
+    Empty if no algorithm is named: the error that --algo is missing helps more.
     """
     from fedbench.contract import registry
 

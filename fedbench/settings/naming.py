@@ -1,4 +1,4 @@
-"""Settings and metrics by name: what is short for what, what counts as another setting, what results are called and ordered by.
+"""Names of settings and metrics: short forms, settings that do not change a result, metrics that results are ordered by.
 
 Imports nothing heavy: reports and MLflow views need these names without torch.
 """
@@ -14,19 +14,19 @@ NOT_HASHED = (
     *("recipe", "device", "threads", "compile", "kernel", "block_rows", "client_store", "out", "resume", "mlflow", "experiment"),
     *("checkpoint_every", "keep_state", "quiet", "debug", "data_dir", "cache_dir"),
 )
-"""what moves no result beyond rounding, and `recipe`, whose effect is in the fields"""
+"""settings that change no result beyond rounding, and `recipe`, whose effect is in other fields"""
 REPLICATES = ("seed", "fold")
-"""axes over which results are averaged"""
+"""axes that results are averaged over"""
 CANARIES = ("random", "local")
 """methods that cannot know the held-out item: every client scores at random, or learns alone with no server"""
 HEADLINE = ("hr_10", "ndcg_10", "rmse")
-"""the metrics that say most, where runs report them"""
+"""metrics of a one-line result, where runs report them"""
 SELECT = {"ndcg_10": 1, "rmse": -1}
-"""what a best point is chosen by, on validation: higher is better, or lower"""
+"""metrics that choose the best point on validation: 1 if higher is better, -1 if lower"""
 
 
 def short(key: str) -> str:
-    """n and e for the two flags that have a short name."""
+    """The short name of a setting: n for clients_per_round, e for local_epochs, else the name itself."""
     return SHORT.get(key, key).lstrip("-")
 
 
@@ -36,7 +36,7 @@ def title(name: str) -> str:
 
 
 def main_metric(summaries: Iterable[dict[str, Any]]) -> str:
-    """What the runs are ordered by."""
+    """The metric that runs are ordered by: the first of SELECT that one of them reports."""
     return next((name for summary in summaries for name in SELECT if name in summary["test"]), next(iter(SELECT)))
 
 

@@ -28,13 +28,13 @@ def number(word: str) -> float:
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors are raised, for the edge to print."""
+    """An ArgumentParser that raises UsageError; `cli.guard` prints it."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message.removeprefix("argument "))
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The flags given; of an unknown one the nearest that there is is named."""
+        """Parse the command line; the error for an unknown flag names the nearest known one."""
         given, unknown = self.parse_known_args(argv)
         if unknown:
             near = text.nearest(unknown[0], [option for action in self._actions for option in action.option_strings])

@@ -20,6 +20,7 @@ from fedbench.simulation.failures import Failures
 def configs_of(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[str, Any]) -> list[RunConfig]:
     if "rounds" in on_line and on_line.get("budget_value") is not None:
         raise UsageError("--rounds and --budget-value both say when the run ends; use one of them")
+    # each layer overrules those before it: defaults, recipe, config file, command line
     from_file = _without_overruled(cls, on_line, from_file)
     said = {**from_file, **on_line}
     preset = PRESETS[said.get("protocol", "clean")]
@@ -27,6 +28,7 @@ def configs_of(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[st
     said = {**(_published(cls) if recipe == "published" else {}), **said}
 
     protocol = dataclasses.replace(preset, **_fields_said(Protocol, said))
+    # a rating split needs predicted ratings; an algorithm that can do both is told so unless the user chose
     if protocol.ratings and "explicit" in cls.choices.get("feedback", ()):
         said = {"feedback": "explicit", **said}
     data = DatasetOptions(**_fields_said(DatasetOptions, said), ncf="ncf" in (protocol.split, protocol.candidates))
@@ -45,7 +47,7 @@ def configs_of(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[st
 
 
 def _made(cls: type[Algorithm], said: Mapping[str, Any]) -> Algorithm:
-    """The algorithm with these values, checked; what goes wrong in its own code is its own error."""
+    """The algorithm with these values, checked. An exception in its own `check` becomes a UsageError that names it."""
     try:
         with plugin_errors.blamed():
             algorithm = cls(**_fields_said(cls, said))
@@ -58,7 +60,7 @@ def _made(cls: type[Algorithm], said: Mapping[str, Any]) -> Algorithm:
 
 
 def _without_overruled(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[str, Any]) -> dict[str, Any]:
-    """The file's values, less those that hang on a preset, recipe or budget of the file which the command line replaces by another."""
+    """The config file's values without those that belong to a preset, recipe or budget that the command line replaces."""
     kept = dict(from_file)
     dropped: set[str] = {"budget", "budget_value"} if "rounds" in on_line else {"rounds"} if "budget_value" in on_line else set()
     if "protocol" in on_line and from_file.get("protocol", on_line["protocol"]) != on_line["protocol"]:
@@ -76,7 +78,7 @@ def _recipe_of(preset: str) -> str:
 
 
 def _published(cls: type[Algorithm]) -> dict[str, Any]:
-    """What the published recipe sets, checked like any other value."""
+    """Field values of the published recipe, checked like any other value."""
     flags = {flag.key: flag for flag in flags_of(cls, cls.choices)}
     where = f"algorithm {cls.name}, published recipe"
     for key in cls.published:
@@ -106,5 +108,5 @@ def _one_a_seed_and_fold(config: RunConfig, seeds: tuple[int, ...]) -> list[RunC
     if len(configs) == 1:
         return configs
     if config.resume not in ("auto", "never"):
-        raise UsageError("--resume PATH goes on with one run; for several seeds or folds use --resume auto and --out")
+        raise UsageError("--resume PATH resumes one run; for several seeds or folds use --resume auto and --out")
     return configs if config.out is None else placed(configs, config.out)

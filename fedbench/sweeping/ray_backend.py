@@ -22,13 +22,13 @@ from fedbench.experiment.processes import Event
 from fedbench.tracking import mirror_process
 
 RETRIES = 3
-"""how often a task is done again whose worker died"""
+"""how often Ray repeats a task whose worker died"""
 ROOMS = ("fedbench", "algorithms", "datasets")
 PASSED_ON = ("FEDBENCH_DATA", "FEDBENCH_CACHE", "MLFLOW_TRACKING_URI")
 
 
 class Task(NamedTuple):
-    """One run: its config, and what its environment has besides."""
+    """One run: its config, and extra environment variables."""
 
     told: dict[str, Any]
     environment: dict[str, str]
@@ -83,7 +83,7 @@ def imported() -> Any:
 
 
 def received(ray: Any, reference: Any, key: str, folder: Path) -> Event:
-    """Put a task's files where the pool would have put them, all or none."""
+    """Write a finished task's files into the sweep's folder, all or none."""
     log = folder / "work" / f"{key}.log"
     files.make_folder(log.parent)
     try:
@@ -104,7 +104,7 @@ def received(ray: Any, reference: Any, key: str, folder: Path) -> Event:
 
 
 def run_point(task: Task, threads: int, code: str) -> Outcome:
-    """One run on whatever machine this is."""
+    """Run one point; called on a machine of the cluster."""
     began = time.monotonic()
     if source_digest() != code:
         return Outcome(
@@ -124,7 +124,7 @@ def run_point(task: Task, threads: int, code: str) -> Outcome:
 
 
 def source_digest() -> str:
-    """What the code is, whatever commit it is at."""
+    """SHA-256 of the source files, to tell whether two machines have the same code."""
     digest = hashlib.sha256()
     for path in sorted(path for room in ROOMS for path in (processes.ROOT / room).rglob("*.py")):
         digest.update(f"{path.relative_to(processes.ROOT)}\n".encode() + path.read_bytes())

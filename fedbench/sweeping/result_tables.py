@@ -1,4 +1,4 @@
-"""What a sweep's points say together: a table of all, tables by grid with means over seeds, heat maps and curves."""
+"""Result tables of a sweep: one row for each point, one table for each grid with means over seeds, heat maps and curves."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fedbench.text import human, shown
 from fedbench.tracking import figures
 
 SHOWN = ("hr_10", "ndcg_10", "full_hr_10", "full_ndcg_10", "rmse", "mae", "accuracy")
-"""metrics of a table, where runs report them"""
+"""metrics of a result table, where runs report them"""
 COSTS = ("rounds", "client_visits", "bytes_up", "bytes_down")
 LEVEL = 0.95
 ABOUT = "Test metrics at the round that validation chose."
 
 
 def write(what: Study, summaries: Mapping[str, dict[str, Any]], entries: Mapping[str, dict[str, Any]], folder: Path) -> None:
-    """The figures, table.md and, last, table.csv, which says what all of them are about. Grids of one name share a table."""
+    """Write the figures, table.md and, last, table.csv, whose keys tell which points all of them cover. Grids of one name share a table."""
     rows = pd.DataFrame([row(what, key, entry, summaries.get(key)) for key, entry in entries.items()])
     for old in [*folder.glob("heatmap-*.png"), *folder.glob("curve-*.png")]:
         old.unlink()
@@ -115,7 +115,7 @@ def markdown(means: pd.DataFrame, metrics: list[str]) -> str:
 
 
 def best(rows: pd.DataFrame, axes: list[str]) -> list[str]:
-    """The combination with the best mean on validation, one for each protocol and dataset: they are not compared."""
+    """The setting with the best mean on validation, one for each protocol and dataset, which are never compared."""
     name = next((name for name in SELECT if f"val_{name}" in rows and rows[f"val_{name}"].notna().all()), None)
     if name is None or not axes:
         return []

@@ -38,7 +38,7 @@ class Point:
     """hash of what determines its result: its seed is in it, no path is"""
     config: RunConfig
     values: dict[str, Any]
-    """its place on the axes of the study"""
+    """its values on the axes of the study"""
 
     @property
     def label(self) -> str:
@@ -108,7 +108,7 @@ def read(line: Sequence[str], file: Path | None = None, name: str | None = None)
 
 
 def _overruled(words: Words, by: Words) -> Words:
-    """`by` stands where both say something; rounds and a budget exclude each other."""
+    """`words` updated with `by`; rounds and a budget exclude each other."""
     gone = {"budget", "budget_value"} if "rounds" in by else {"rounds"} if "budget_value" in by else set()
     return {**{key: value for key, value in words.items() if key not in gone}, **by}
 
@@ -167,13 +167,14 @@ def _word(value: object) -> str:
 
 
 def _build(name: str | None, about: str, grids: Sequence[tuple[str, Words]], metrics: tuple[str, ...], where: str, named: bool) -> Study:
-    """named: the command line names the algorithm"""
+    """Resolve every grid to its points. named: the command line itself names the algorithm, so its file is trusted."""
     read_grids: list[tuple[str, dict[str, list[Any]], dict[str, Any], list[RunConfig]]] = []
     for title, words in grids:
         words = {key: list(dict.fromkeys(values)) for key, values in words.items()}
         axes = [key for key, values in words.items() if len(values) > 1]
         configs = list(_configs(words, axes, where, named))
         told = [run.to_dict() for run in configs]
+        # a flag with one value, such as --split kfold, can stand for several runs: those are axes too
         axes += [key for key in REPLICATES if key not in axes and len(_distinct(one.get(key) for one in told)) > 1]
         values = {key: _distinct(one.get(key) for one in told) for key in axes}
         fixed = {key: told[0][key] for key in words if key not in axes and key in told[0]}
@@ -186,7 +187,7 @@ def _build(name: str | None, about: str, grids: Sequence[tuple[str, Words]], met
         for run in configs:
             told_one = run.to_dict()
             point = Point(run.digest()[:KEY_DIGITS], run, {key: told_one[key] for key in all_axes if key in told_one})
-            points.setdefault(point.key, point)
+            points.setdefault(point.key, point)  # grids may overlap: the point is run once
             keys.append(point.key)
         finished.append(Grid(title, values, fixed, tuple(dict.fromkeys(keys))))
     first = next(iter(points.values())).config
@@ -194,7 +195,7 @@ def _build(name: str | None, about: str, grids: Sequence[tuple[str, Words]], met
 
 
 def _configs(words: Words, axes: Sequence[str], where: str, named: bool) -> Iterator[RunConfig]:
-    """One run a combination, or one a fold where folds are tested."""
+    """One run for each combination of values, and for each fold where folds are tested."""
     for key in axes:
         if key in NOT_HASHED and key != "recipe":
             raise UsageError(f"{where}--{key.replace('_', '-')} changes no result, so it cannot be an axis; give it one value")

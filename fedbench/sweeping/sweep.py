@@ -45,16 +45,16 @@ log = logging.getLogger("fedbench")
 
 PLACE = Path("runs/sweeps")
 OUTPUTS = ("sweep.json", "table.*", "*.png")
-"""what MLflow keeps of a sweep's folder"""
+"""files of a sweep's folder that go to MLflow"""
 NEEDED = ("val", "rounds", "client_visits", "bytes_up", "bytes_down", "seconds_per_round")
-"""what a point's summary must tell for the tables"""
+"""keys of a point's summary that the result tables need"""
 NOT_HERE = ("--list", "--print-config", "--resume")
 EPILOG = """Every flag of train.py can be given. One with several values is an axis, and the points are all combinations:
   python sweeps/grid.py --algo fedavg_ncf --dataset ml-100k -n 10 20 50 -e 1 3 5 --seeds 0-1 --rounds 20 --jobs 2
   python sweeps/grid.py --algo fedem --dataset filmtrust --alpha 0 0.5 0.9 --exclude-self true false --dry-run
   python sweeps/grid.py --study sweeps/n_and_e.toml --seeds 0-2
 
-Finished points are skipped: the same command goes on with a sweep that was interrupted or killed, and redoes what failed.
+Finished points are skipped: the same command resumes a sweep that was interrupted or killed, and runs failed points again.
 When n varies, say what is held fixed: --rounds 100, or --budget visits --budget-value 20000 (or bytes).
 `python train.py --algo NAME --help` shows the flags of train.py.
 """
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
         what = study.read(line, options.study, options.name)
     except UsageError as error:
         raise better_hint(error) from None
-    return carry_out(what, options, argv)
+    return execute(what, options, argv)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -115,20 +115,20 @@ def split_line(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if study.is_flag(word):
             option = word.partition("=")[0]
             if option in NOT_HERE:
-                raise UsageError(f"{option} is for train.py; a sweep has --dry-run, and goes on by itself")
+                raise UsageError(f"{option} is for train.py; a sweep has --dry-run, and resumes by itself")
             place = own if option in mine else line
         place.append(word)
     return own, line
 
 
 def better_hint(error: UsageError) -> UsageError:
-    """train.py does not know the sweep's own flags."""
+    """The error with a hint to the sweep's own flags, which train.py's parser does not know."""
     unknown = re.search(r"unknown flag (--[\w-]+)", str(error))
     near = nearest(unknown[1], own_options()) if unknown and "did you mean" not in str(error) else []
     return UsageError(f"unknown flag {unknown[1]}; did you mean {near[0]}?") if unknown and near else error
 
 
-def carry_out(what: Study, options: argparse.Namespace, argv: Sequence[str]) -> int:
+def execute(what: Study, options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Show the points, or run those that are missing and compare them all."""
     first = next(iter(what.points.values())).config
     setup_logging(first.quiet, first.debug)
@@ -156,7 +156,7 @@ def carry_out(what: Study, options: argparse.Namespace, argv: Sequence[str]) -> 
 
 @dataclass
 class Progress:
-    """How far a sweep has come; sweep.json says it to others."""
+    """The status of every point, written to sweep.json."""
 
     folder: Path
     what: Study
@@ -165,7 +165,7 @@ class Progress:
 
     @classmethod
     def read(cls, folder: Path, what: Study) -> Progress:
-        """By what the points' folders hold."""
+        """Read the status of every point from its folder and from sweep.json."""
         before = earlier_points(folder / "sweep.json")
         progress = cls(folder, what)
         for key, point in what.points.items():
@@ -179,7 +179,7 @@ class Progress:
         return [key for key, entry in self.entries.items() if entry["status"] in status]
 
     def folders(self) -> tuple[dict[Path, str], list[Path]]:
-        """Of the points that are finished, with their names, and of the others."""
+        """Folders of the finished points with their names, and folders of the others."""
         finished = {self.folder / key: self.what.points[key].label for key in self.keys("finished")}
         return finished, [self.folder / key for key in self.keys("waiting", "running", "failed")]
 
@@ -188,7 +188,7 @@ class Progress:
         self.write()
 
     def stop(self) -> None:
-        """What ran will be gone on with."""
+        """Set running points back to waiting: the next call resumes them."""
         for key in self.keys("running"):
             self.entries[key]["status"] = "waiting"
         self.write()
@@ -225,7 +225,7 @@ def earlier_points(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def finished(folder: Path, point: Point) -> bool:
-    """The point's result is there: a summary, and the config that the point has. (Files count by content, which is in the key.)"""
+    """Whether the folder holds the point's result: a summary, and the point's config. (Files count by content, which is in the key.)"""
     if not read_summary(folder, NEEDED):
         return False
     there, here = read_settings(folder), point.config.to_dict()
@@ -233,7 +233,7 @@ def finished(folder: Path, point: Point) -> bool:
 
 
 def show_plan(progress: Progress, jobs: int) -> None:
-    """The points, and how big those that are missing are and how long they may take."""
+    """Print the points, and the size and expected time of the missing ones."""
     points = progress.what.points
     done, missing = progress.keys("finished"), progress.keys("waiting", "failed")
     for key, entry in progress.entries.items():
@@ -261,7 +261,7 @@ def forecast(progress: Progress, jobs: int) -> str:
     sized = {key: (trial[kind(points[key])], points[key].config) for key in missing if kind(points[key]) in trial}
     lines = [f"{algo} on {dataset}: {told}" for (algo, dataset), told in found.items() if isinstance(told, str)]
     if untold := [" on ".join(one) for one in unknown if one not in found]:
-        lines.append(f"{trials.SECONDS:.0f} s did not suffice to try {', '.join(untold)}")
+        lines.append(f"not tried within {trials.SECONDS:.0f} s, so without an estimate: {', '.join(untold)}")
     if sized:
         visits = sum(one.rounds(run) * one.visits(run) for one, run in sized.values())
         lines.append(f"{sum(one.rounds(run) for one, run in sized.values()):,.0f} rounds, {visits:,.0f} client visits")
@@ -282,6 +282,7 @@ def estimate(progress: Progress) -> dict[str, float]:
     for key in progress.keys("waiting", "running", "failed"):
         like = [other for other in known if kind(points[other]) == kind(points[key])]
         if len({work(points[other]) for other in like}) > 2:
+            # no part of the time shrinks as work grows, so the coefficients are kept from going below 0
             fit, _ = nnls(np.array([work(points[other]) for other in like]), np.array([known[other] for other in like]))
             out[key] = float(np.dot(fit, work(points[key])))
         else:  # too few to tell what the time grows with
@@ -302,7 +303,7 @@ def kind(point: Point) -> tuple[str, str]:
 
 
 def work(point: Point) -> tuple[float, float, float]:
-    """What a point's time grows with."""
+    """Features of the time model: a constant, rounds, and visits × epochs."""
     algorithm = point.config.algorithm
     n = algorithm.clients_per_round or algorithm.usual_cohort or 1
     rounds = {"rounds": point.config.limit, "visits": point.config.limit / n, "bytes": 1.0}[point.config.budget]
@@ -315,7 +316,7 @@ def clock(seconds: float) -> str:
 
 
 def run_missing(progress: Progress, options: argparse.Namespace, parent: Parent | None) -> bool:
-    """Run every point that is not finished; one that fails does not stop the others. Whether there was one."""
+    """Run every point that is not finished; a failed point does not stop the others. Returns whether any was missing."""
     missing = progress.keys("waiting", "failed")
     if not missing:
         return False
@@ -354,7 +355,7 @@ def run_missing(progress: Progress, options: argparse.Namespace, parent: Parent 
 def events(
     progress: Progress, keys: Sequence[str], options: argparse.Namespace, parent: Parent | None, here: dict[str, str]
 ) -> Generator[processes.Event, None, None]:
-    """Start the points and tell how each ends, here, where `here` is added to their environment, or on a cluster."""
+    """Start the points on this machine (with `here` added to their environment) or on a cluster, and yield how each ends."""
     points, folder = progress.what.points, progress.folder
     environment = trust.handed_on() | ({"FEDBENCH_PARENT_RUN": parent.run_id} if parent and parent.run_id else {})
     names = {key: {"MLFLOW_RUN_NAME": points[key].label} for key in keys}
@@ -372,7 +373,7 @@ def events(
 
 
 def clear(folder: Path) -> None:
-    """Remove what a failed run left, unless a process still writes there: then the new run will say so."""
+    """Remove the files of a failed run, unless a process still writes there: the new run then reports that."""
     with suppress(UsageError), claimed(folder):
         for entry in folder.iterdir():
             if entry.is_dir():
@@ -397,8 +398,8 @@ def ended(progress: Progress, event: processes.Event, bar: Any) -> None:
         bar.write(shown(f"{point.label}: {said} ({clock(event.seconds)})"), file=sys.stderr)
 
 
-def told_of(folder: Path) -> set[str] | None:
-    """The points that the sweep's tables and figures are about; None if there are none yet."""
+def points_in_tables(folder: Path) -> set[str] | None:
+    """Keys of the finished points in the result tables on disk; None if there are no tables yet."""
     try:
         rows = csv.DictReader(io.StringIO(files.read_text(folder / "table.csv"), newline=""))
         return {row["key"] for row in rows if row["status"] == "finished"} if files.read_text(folder / "table.md") else None
@@ -407,10 +408,10 @@ def told_of(folder: Path) -> set[str] | None:
 
 
 def conclude(progress: Progress, parent: Parent | None, argv: Sequence[str], ran: bool) -> int:
-    """Tables, figures, what failed and how to redo it; the exit code."""
+    """Write result tables and figures, print failures and how to run them again; returns the exit code."""
     done, failed = progress.keys("finished"), progress.keys("failed")
     summaries = {key: read_summary(progress.folder / key, NEEDED) for key in done}
-    if ran or told_of(progress.folder) != set(done):
+    if ran or points_in_tables(progress.folder) != set(done):
         from fedbench.sweeping import result_tables
 
         result_tables.write(progress.what, summaries, progress.entries, progress.folder)

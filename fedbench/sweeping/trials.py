@@ -1,4 +1,4 @@
-"""How long runs will take, by trial: a round or two of each, in a process that is ended after a minute."""
+"""Time estimates by trial: a few rounds of each algorithm on each dataset, in a process that ends after a minute."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ class Trial:
     """up and down in that round"""
 
     def visits(self, config: RunConfig) -> int:
-        """Clients a round of another run of the algorithm on these data."""
+        """Clients per round of another config of this algorithm on this dataset."""
         return config.algorithm.cohort(self.clients)
 
     def rounds(self, config: RunConfig) -> float:
-        """Rounds of such a run, whatever its budget is counted in."""
+        """Rounds of such a run, in whatever unit its budget is."""
         each = {"rounds": 1.0, "visits": self.visits(config), "bytes": max(1.0, self.bytes * self.visits(config) / self.cohort)}
         return max(1.0, config.limit / each[config.budget])
 
     def seconds(self, config: RunConfig) -> float:
-        """Such a run as a whole: training grows with clients times epochs, evaluation does not."""
+        """Seconds of the whole run: training grows with clients times epochs, evaluation does not."""
         grown = self.visits(config) * config.algorithm.local_epochs / (self.cohort * self.epochs)
         rounds = self.rounds(config) * (self.work * grown + self.evaluation / config.eval_every)
         return self.start + rounds * (2 if config.refit else 1) + self.ranking
 
 
 def run(configs: Mapping[Any, RunConfig], threads: int, seconds: float = SECONDS) -> dict[Any, Trial | str]:
-    """A trial of each, or why there is none; those that time did not suffice for are left out."""
+    """A trial of each config, or the error as text; those that did not fit into the time are left out."""
     with tempfile.TemporaryDirectory(prefix="fedbench-") as name:
         folder = Path(name)
         for number, config in enumerate(configs.values()):
@@ -84,7 +84,7 @@ def run(configs: Mapping[Any, RunConfig], threads: int, seconds: float = SECONDS
 
 
 def main(folder: Path, algorithms: Sequence[str]) -> None:
-    """Try what the files in a folder describe, one after another; the results are beside them."""
+    """Try the configs in a folder one after another; each result is written beside its config."""
 
     started = time.process_time()
     logging.disable(logging.WARNING)

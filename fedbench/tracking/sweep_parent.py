@@ -20,7 +20,7 @@ CUT = "The table is longer: the whole of it is in the folder."
 
 
 class Parent:
-    """The parent run of a sweep, or of one run's seeds and folds. The first failure ends it: the folder is what counts."""
+    """The parent run of a sweep, or of one run's seeds and folds. After the first failure nothing more is logged; the folder has all."""
 
     def __init__(self, experiment: str, name: str, folder: Path, kind: str = "sweep") -> None:
         """Make the database and the experiment if they are not there, and find this folder's run in them or begin it."""
@@ -80,7 +80,7 @@ class Parent:
         return found
 
     def tidy(self, finished: Mapping[Path, str], others: Collection[Path]) -> None:
-        """One finished child a finished point: what earlier, killed runs left goes, copies that were cut short are completed.
+        """Keep one finished child for each finished point: delete what killed runs left, complete copies that were cut short.
 
         finished: folder -> name of the run.
         """
@@ -109,7 +109,7 @@ class Parent:
             self._client.set_tag(run_log.mlflow_run_of(folder) or "", run_log.CHILD_OF, self.run_id)
 
     def _has(self, run_id: str | None) -> bool:
-        """Whether a run is whole in this store."""
+        """Whether a run is finished and not deleted in this store."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -145,7 +145,7 @@ class Parent:
             self._client.log_artifact(self.run_id, str(file))
 
     def _guarded(self, work: Callable[[], object], parts: int = 1) -> None:
-        """Each part of the work may take as long as the end of a run may wait for MLflow."""
+        """Do the work within a time limit (for each of its parts that of a run's end); the first failure gives MLflow up."""
         if self._given_up:
             return
         why = copier.within(copier.patience() * parts, work)

@@ -47,9 +47,9 @@ BESIDE = ("hr_10", "full_ndcg_10", "mae")
 LINES = 20
 """runs and groups that a list can show without scrolling"""
 NO_SETTINGS = {*NOT_HASHED, *REPLICATES, *SHORT, "mlflow"}
-"""params that no group is made by: they move no result, are averaged over, or have a short name too"""
+"""params never grouped by: they change no result, are averaged over, or also have a short name"""
 FIRST = ("dataset", "algo", "protocol", "n", "e")
-"""what groups are made by before anything else, where it differs"""
+"""params that groups are made by first, where they differ"""
 COHORT = "summary/cohort"
 ALL_RUNS = "tags.kind = 'run'"
 MOST_READ = 1000
@@ -68,7 +68,7 @@ class View:
     """What one comparison shows."""
 
     key: str
-    """the same for the same sweep folder, so that going on with a sweep replaces its view"""
+    """fixed for a sweep folder, so that resuming a sweep replaces its view"""
     name: str
     runs: str
     """which runs, in MLflow's search language"""
@@ -200,7 +200,7 @@ def groups_of(params: Sequence[Mapping[str, str]], axes: Sequence[str] = ()) -> 
 
 
 def tried() -> bool:
-    """Whether the UI that will open a view is the one they were tried in."""
+    """Whether the MLflow UI has the version that views were tested with."""
     uri = mirror_process.tracking_uri()
     if not uri.startswith(("http://", "https://")):
         return importlib.metadata.version("mlflow").startswith(TRIED)
@@ -210,7 +210,7 @@ def tried() -> bool:
 
 
 def guarded(write: Callable[[], str | None]) -> str | None:
-    """A view's place, or nothing: it is a convenience, and its failure costs one warning."""
+    """Run `write` and return the view's place, or None: a view is a convenience, so its failure costs one warning."""
     found: list[str | None] = []
     why = copier.within(copier.patience(), lambda: found.append(write() if tried() else None))
     if why is not None:
