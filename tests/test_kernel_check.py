@@ -417,7 +417,7 @@ def test_an_unknown_optimizer_ends_a_run_before_it_begins(word: str, tmp_path: P
     (tmp_path / "mine.py").write_text(f"{PLUG_IN}    {body}\n")
     assert cli.main(f"--algo {tmp_path / 'mine.py'} {DATA} --out {tmp_path / 'r'}".split()) == 2
     error = capsys.readouterr().err.strip()
-    assert error.startswith(f"fedbench: error: mine: phase 1: there is no optimizer '{word}'") and "\n" not in error
+    assert f"mine.py, line 8, in phases: phase 1: there is no optimizer '{word}'" in error and "\n" not in error
     assert ("did you mean sgd?" in error) == (word == "SGD") and not (tmp_path / "r").exists()
 
 

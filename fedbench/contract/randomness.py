@@ -97,3 +97,12 @@ class Draw:
         order = np.empty((1, n))
         _fill_uniform(keys(self.seed, self.when, purpose, np.array([-1])), order)
         return torch.from_numpy(np.sort(np.argsort(order[0], kind="stable")[:k])).to(self.device)
+
+    def zeros(self, *shape: int) -> Tensor:
+        """Zeros in the run's precision, on its device; for each client where the other numbers are."""
+        return self.full(0.0, *shape)
+
+    def full(self, value: float, *shape: int) -> Tensor:
+        """One number everywhere, as `zeros`."""
+        each = shape if self.clients is None else (len(self.clients), *shape)
+        return torch.full(each, float(value), dtype=self.dtype, device=self.device)

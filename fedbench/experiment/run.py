@@ -46,6 +46,7 @@ def run_several(configs: Sequence[RunConfig], parent: Path | None, jobs: int = 1
     """Runs each in a folder of its own below `parent`, one after another or `jobs` at once, and their means in its summary.json."""
     if workers.count() > 1:
         raise UsageError("torchrun shares out one run; give it one seed and one fold, or leave it out and use --jobs")
+    check_local_work(configs[0].algorithm, getattr(torch, configs[0].dtype))
     again = "the same command goes on"
     if parent is None:
         parent = new_folder(configs[0])
@@ -78,7 +79,7 @@ def in_processes(configs: Sequence[RunConfig], work: Path, at_once: int) -> list
     """The summaries of runs in processes of their own, each into its config's folder; those that are finished are not started."""
     folders = {str(number): config.out for number, config in enumerate(configs) if config.out}
     threads = processes.threads_each(configs[0].threads, at_once)
-    failed = []
+    failed: dict[str, int] = {}
     missing = [key for key, out in folders.items() if not finished.skip(out, configs[int(key)])]
     if not missing:
         return [folder.read_summary(out) for out in folders.values()]
@@ -92,9 +93,10 @@ def in_processes(configs: Sequence[RunConfig], work: Path, at_once: int) -> list
                 if event.code is not None:
                     bar.update()
                 if event.code:
-                    failed.append(f"{folders[event.key]}: {processes.last_error(work / f'{event.key}.log', event.code)}")
+                    failed[f"{folders[event.key]}: {processes.last_error(work / f'{event.key}.log', event.code)}"] = event.code
     if failed:
-        raise FedbenchError(f"{len(failed)} of {len(folders)} runs failed: {'; '.join(failed)}")
+        kind = UsageError if set(failed.values()) == {UsageError.exit_code} else FedbenchError
+        raise kind(f"{len(failed)} of {len(folders)} runs failed: {'; '.join(failed)}")
     return [folder.read_summary(out) for out in folders.values()]
 
 
@@ -115,9 +117,9 @@ def run(config: RunConfig) -> dict[str, Any]:
     parts, dataset = workers.together(lambda: prepare(config.dataset, config.protocol, config.data))
     workers.agree("other data", lambda: f"{parts.checksum} {parts.fingerprint}")
     check_cohort(config.algorithm, parts)
-    dtype = torch.float64 if config.dtype == "float64" else torch.float32
+    dtype = getattr(torch, config.dtype)
+    check_local_work(config.algorithm, dtype)
     memory.check(config.algorithm, parts, world_of(parts), dtype, device, -(-parts.clients // workers.count()))
-    check_local_work(config.algorithm, parts, config.seed)
     if parts.newcomers:
         new_users.check_before_training(config.algorithm, parts, config.seed)
     if workers.anywhere(workers.restarted())[0]:

@@ -1,41 +1,125 @@
-"""A look at an algorithm before its run: its functions are asked once, in a tiny world, before anything is written."""
+"""A rehearsal before a run: two rounds of an algorithm in a tiny federation, each function's answer looked at.
+
+It draws from no random stream of the run, writes nothing and takes a fraction of a second. A method may need more clients or items than
+the tiny federation has: what fails there is tried once more in a larger one, and only what fails in both is a mistake.
+"""
 
 from __future__ import annotations
 
+import copy
 import logging
-from dataclasses import replace
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 
-from fedbench.contract.algorithm import Algorithm, check_stages
-from fedbench.contract.randomness import Draw
-from fedbench.data.split import Split
-from fedbench.errors import FedbenchError, UsageError
-from fedbench.simulation.federation import world_of
-from fedbench.simulation.generic import vmapped
-from fedbench.simulation.sending import sent_rows, sent_to
+from fedbench.contract.algorithm import Algorithm
+from fedbench.contract.dataset import Interactions
+from fedbench.contract.plugin_errors import PluginError, blame
+from fedbench.data.protocol import PRESETS
+from fedbench.data.split import Split, split
+from fedbench.errors import FedbenchError
+from fedbench.parts.central import Central
+from fedbench.simulation import workers
+from fedbench.simulation.answers_checked import checked, look_back
+from fedbench.simulation.federation import Federation
 
 log = logging.getLogger("fedbench")
 
+WORLDS = ((6, 37), (60, 211))
+"""clients and items; primes, so that no other size is taken for the number of items"""
+EACH = 9
+"""interactions of a client"""
 
-def check_local_work(algorithm: Algorithm, split: Split, seed: int) -> None:
-    """Raise UsageError for stages and phases that make no sense, before anything is written: one client of a tiny world is asked."""
-    world, one = replace(world_of(split), clients=4, items=4), torch.zeros(1, dtype=torch.int64)
+
+def check_local_work(algorithm: Algorithm, dtype: torch.dtype = torch.float32) -> None:
+    """Raise PluginError, with file, line and function, for what an algorithm's code does wrong, before anything is written."""
+    if isinstance(algorithm, Central) and type(algorithm).__module__.startswith("fedbench."):
+        return  # with its kernel it never needs torch.optim, which takes seconds to load
+    workers.together(lambda: _rehearsed(algorithm, dtype))
+
+
+@cache
+def _rehearsed(algorithm: Algorithm, dtype: torch.dtype) -> None:
+    wrong: PluginError | None = None
+    for clients, items in WORLDS:
+        try:
+            with workers.alone(), untouched_streams(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                rehearse(algorithm, dtype, clients, items)
+            return
+        except PluginError as error:
+            wrong = error
+        except FedbenchError:  # its own words, which the run says if they hold there too
+            log.debug("the rehearsal ended early", exc_info=True)
+            return
+        except Exception as error:
+            wrong = blame(error)
+            if wrong is None:
+                log.debug("the rehearsal could not be held", exc_info=True)
+                return
+            wrong.__cause__ = error
+    if wrong:
+        raise wrong
+
+
+def rehearse(algorithm: Algorithm, dtype: torch.dtype, clients: int, items: int) -> None:
+    """Two rounds and their evaluation: in the second one every client may have been sent something."""
+    sizes = {value for field in fields(algorithm) for value in _numbers(getattr(algorithm, field.name))}
+    while items in sizes:
+        items += 2
+    few: dict[str, Any] = {"local_epochs": min(algorithm.local_epochs, 2)}
+    few |= {} if algorithm.clients_per_round is None else {"clients_per_round": min(algorithm.clients_per_round, clients)}
+    shown, seen = checked(algorithm if isinstance(algorithm, Central) else replace(algorithm, **few))
+    federation = Federation.start(shown, tiny(clients, items, shown.predicts_ratings), 0, dtype=dtype, kernel="off", compile=False)
+    federation.engine = federation.engine.twin(kernels=False)
+    federation.evaluator = copy.copy(federation.evaluator)
+    for _ in range(2):
+        federation.next_round()
+        federation.outcome()
+    look_back(algorithm, seen)
+
+
+def _numbers(value: object) -> tuple[object, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+@cache
+def tiny(clients: int, items: int, ratings: bool) -> Split:
+    """A split of so many clients, each with a few items."""
+    user, nth = np.repeat(np.arange(clients), EACH), np.tile(np.arange(EACH), clients)
+    data = Interactions(
+        name="rehearsal",
+        user=user.astype(np.int32),
+        item=((user * 5 + nth * 4) % items).astype(np.int32),
+        rating=(1 + (user + nth) % 5).astype(np.float32),
+        time=nth.astype(np.int64),
+        user_ids=np.arange(clients).astype(str),
+        item_ids=np.arange(items).astype(str),
+        has_time=True,
+        explicit=True,
+        rating_min=1.0,
+        rating_max=5.0,
+        licence="",
+        source="",
+    )
+    clean = replace(PRESETS["clean"], eval_negatives=20)
+    return split(data, replace(clean, split="kfold", fold=0) if ratings else clean)
+
+
+@contextmanager
+def untouched_streams() -> Iterator[None]:
+    """Random numbers that an algorithm takes from torch, numpy or Python, against the rules, are the same as without the rehearsal."""
+    python, arrays = random.getstate(), np.random.get_state()
     try:
-        answer = algorithm.answer(algorithm.init_server(world, Draw(seed, 0, None, torch.float32, "cpu")))
-        own = algorithm.init_client(world, Draw(seed, 0, np.zeros(1, np.int64), torch.float32, "cpu"))
-        sent = sent_rows(answer, one, torch.arange(world.items)[None], algorithm.tables) if sent_to(answer, one)[0] else {}
-        stages = algorithm.stages(sent)
-        check_stages(algorithm, stages, vmapped(algorithm.receive, own, sent))
-        kept = [name for name in algorithm.tables if name in own]
-        for name in (name for stage in stages for phase in stage.phases for name in phase.names):
-            if kept and name in sent and name not in own:  # the engine merges what is sent into own tables, and trains what is kept alone
-                raise UsageError(
-                    f"{algorithm.name}: a client that keeps a table of its own ({kept[0]!r}) cannot train {name!r}, which is only sent; "
-                    f"return {name!r} from init_client too (adding-an-algorithm.md)"
-                )
-    except FedbenchError:
-        raise
-    except Exception:  # of a method that does without one of these, or not in so small a world: the first round tells
-        log.debug("local work could not be looked at before the run", exc_info=True)
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)

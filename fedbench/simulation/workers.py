@@ -46,9 +46,23 @@ DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.in
 Made = TypeVar("Made")
 
 
+_alone = False
+
+
 def count() -> int:
     """How many ranks share this run."""
-    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() and not _alone else 1
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Meanwhile each worker does everything by itself: what is tried out on the side has nothing to share."""
+    global _alone
+    _alone, before = True, _alone
+    try:
+        yield
+    finally:
+        _alone = before
 
 
 def number() -> int:

@@ -128,10 +128,23 @@ def better_hint(error: UsageError) -> UsageError:
     return UsageError(f"unknown flag {unknown[1]}; did you mean {near[0]}?") if unknown and near else error
 
 
+def check_plug_ins(what: Study) -> None:
+    """Raise for a mistake in somebody's own algorithm, once and before anything is written; every trial looks at its own flags again."""
+    named = {type(point.config.algorithm): point.config for point in what.points.values()}
+    for cls, config in named.items():
+        if not cls.__module__.startswith("fedbench."):
+            import torch
+
+            from fedbench.simulation.probe import check_local_work
+
+            check_local_work(config.algorithm, getattr(torch, config.dtype))
+
+
 def execute(what: Study, options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Show the points, or run those that are missing and compare them all."""
     first = next(iter(what.points.values())).config
     setup_logging(first.quiet, first.debug)
+    check_plug_ins(what)
     folder = options.out or PLACE / f"{what.name}-{what.hash8()}"
     if options.dry_run:
         show_plan(Progress.read(folder, what), options.jobs)

@@ -1,0 +1,315 @@
+"""An algorithm whose functions are looked at: what goes in stays as it is, and what comes out is what the engine can use."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedbench.contract.algorithm import Algorithm, Answer, Phase, Stage
+from fedbench.contract.plugin_errors import blame, fault, is_ours, meant
+from fedbench.errors import FedbenchError
+
+EXAMPLES = {
+    "init_server": '{"items": draw.normal("items", world.items, self.dim)}',
+    "init_client": '{"user": draw.normal("user", self.dim)}',
+    "receive": "{**own, **sent}",
+    "upload": '{"items": held["items"] - sent["items"]}',
+    "aggregate": '{**server, "items": ...}',
+    "solve": '{"user": ...}',
+}
+
+
+@dataclass
+class Seen:
+    """What came by so far."""
+
+    items: int = 0
+    clients: int = 0
+    names: set[str] = field(default_factory=set)
+    """of tensors that clients keep, are sent or hold"""
+    kept: set[str] = field(default_factory=set)
+    """of those that clients keep"""
+    a_row_an_item: set[str] = field(default_factory=set)
+    """of those that are no tables but have as many rows as there are items"""
+    losses: int = 0
+
+
+def checked(algorithm: Algorithm) -> tuple[Algorithm, Seen]:
+    """The algorithm, looked at, and what was seen of it."""
+    cls, seen = type(algorithm), Seen()
+    body: dict[str, Any] = {name: _watched(cls, name, check, seen) for name, check in CHECKS.items() if hasattr(cls, name)}
+    twin = type(cls.__name__, (cls,), {**body, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    made: Algorithm = object.__new__(twin)
+    made.__dict__.update(algorithm.__dict__)
+    return made, seen
+
+
+def look_back(algorithm: Algorithm, seen: Seen) -> None:
+    """What shows only when all is done: tables that nobody makes."""
+    cls = type(algorithm)
+    declared = next((base for base in cls.__mro__ if "tables" in vars(base)), Algorithm)
+    if is_ours(declared) or not seen.names:
+        return
+    for name in cls.tables:
+        if name not in seen.names:
+            hint = meant(name, seen.names)
+            raise fault(cls, "tables", f"tables names {name!r}, which neither init_client nor answer gives{hint}; drop it or make it")
+
+
+def _watched(cls: type[Algorithm], name: str, check: Callable[..., None], seen: Seen) -> Callable[..., Any]:
+    static = inspect.getattr_static(cls, name)
+
+    def call(self: Algorithm, *given: Any) -> Any:
+        before = [_state(one) for one in given]
+        try:
+            found = static.__get__(self, cls)(*given)
+        except NotImplementedError:
+            raise fault(cls, "", f"{cls.__name__} has no function {name}, which the engine calls; write {_form(name)}") from None
+        except (FedbenchError, MemoryError):
+            raise
+        except Exception as error:
+            if blame(error) is None:  # it failed in inherited code of ours, with what this class gave it
+                raise fault(cls, name, f"{name} fails: {type(error).__name__}: {error}") from error
+            raise
+        for one, was in zip(given, before, strict=True):
+            _refuse_changed(cls, name, was, _state(one))
+        check(cls, seen, given, found)
+        return found
+
+    return call
+
+
+def _form(name: str) -> str:
+    return f"def {name}{inspect.signature(getattr(Algorithm, name))}".split(" ->")[0]
+
+
+def _state(argument: object) -> dict[str, tuple[int, int]]:
+    """What tells whether a dict of tensors was changed."""
+    if not isinstance(argument, dict):
+        return {}
+    return {name: (id(value), value._version if isinstance(value, Tensor) else 0) for name, value in argument.items()}
+
+
+def _refuse_changed(cls: type[Algorithm], name: str, before: Mapping[str, tuple[int, int]], after: Mapping[str, tuple[int, int]]) -> None:
+    if before == after:
+        return
+    key = next(key for key in {**before, **after} if before.get(key) != after.get(key))
+    if key in cls.mailed or "slot" in (key if cls.mailed else ""):
+        return
+    how = "in place; make a new tensor: a = a + b, not a += b" if key in before and before[key][0] == after.get(key, (0, 0))[0] else (
+        f"; make a new dict: {{**..., {key!r}: ...}}"
+    )  # fmt: skip
+    raise fault(cls, name, f"{name} changes {key!r} of its argument {how}")
+
+
+def _kind(thing: object) -> str:
+    if thing is None:
+        return "None (is a `return` missing?)"
+    if isinstance(thing, Tensor):
+        return f"a tensor of shape {list(thing.shape)}"
+    return f"a {type(thing).__name__}"
+
+
+def _tensors(cls: type[Algorithm], hook: str, found: object) -> Mapping[str, Tensor]:
+    if not isinstance(found, Mapping):
+        raise fault(cls, hook, f"{hook} returned {_kind(found)}; expected a dict of tensors, such as {EXAMPLES.get(hook, '{}')}")
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise fault(cls, hook, f"{hook} returned {name!r} as {_kind(value)}; expected a tensor under every name")
+    return found
+
+
+def _check_kind(cls: type[Algorithm], hook: str, name: str, value: Tensor, draw: Any) -> None:
+    if value.is_floating_point() and "/" not in name and value.dtype != draw.dtype:
+        raise fault(
+            cls,
+            hook,
+            f"{hook} made {name!r} of {value.dtype}, and this run has {draw.dtype}; use draw.zeros, draw.full or dtype=draw.dtype",
+        )
+    if value.device.type != torch.device(draw.device).type:
+        raise fault(
+            cls, hook, f"{hook} made {name!r} on {value.device}, and this run is on {draw.device}; use draw.zeros or device=draw.device"
+        )
+
+
+def _init_server(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
+    world, draw = given
+    seen.items, seen.clients = world.items, world.clients
+    for name, value in _tensors(cls, "init_server", found).items():
+        _check_kind(cls, "init_server", name, value, draw)
+
+
+def _init_client(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
+    world, draw = given
+    n = len(draw.clients)
+    for name, value in _tensors(cls, "init_client", found).items():
+        if value.dim() < 1 or len(value) != n:
+            shape = [n, *value.shape[1:]] if value.dim() and len(value) == 1 else [n, *value.shape]
+            raise fault(
+                cls,
+                "init_client",
+                f"init_client made {name!r} of shape {list(value.shape)} for {n} clients; expected {shape}, a row a client: "
+                "use draw.zeros, draw.full, draw.normal or draw.uniform",
+            )
+        _check_kind(cls, "init_client", name, value, draw)
+        _check_rows(cls, seen, "init_client", name, value.shape[1:], world.items)
+    seen.names |= set(found)  # type: ignore[call-overload]
+    seen.kept |= set(found)  # type: ignore[call-overload]
+
+
+def _check_rows(cls: type[Algorithm], seen: Seen, hook: str, name: str, shape: Collection[int], items: int) -> None:
+    """A table has one row an item; what else has as many may be a forgotten one."""
+    rows = next(iter(shape), None)
+    if name in cls.tables and rows != items:
+        raise fault(
+            cls,
+            hook,
+            f"{hook} gave the table {name!r} as {list(shape)}; a table has one row an item, [{items}, ...] here: use world.items, "
+            f"or leave {name!r} out of tables",
+        )
+    if name not in cls.tables and rows == items:
+        seen.a_row_an_item.add(name)
+
+
+def _answer(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
+    if not isinstance(found, Answer):
+        raise fault(cls, "answer", f"answer returned {_kind(found)}; expected an Answer, such as Answer(shared=server)")
+    for what in ("shared", "personal"):
+        for name, value in _tensors(cls, "answer", getattr(found, what)).items():
+            _check_rows(cls, seen, "answer", name, value.shape[1 if what == "personal" else 0 :], seen.items)
+            seen.names.add(name)
+    if found.personal and found.slot is None:
+        raise fault(cls, "answer", "answer sends something personal without a slot; give slot=[U]: the row of each client, -1 for none")
+    if found.slot is not None and (not isinstance(found.slot, Tensor) or list(found.slot.shape) != [seen.clients]):
+        raise fault(cls, "answer", f"answer gave slot as {_kind(found.slot)}; expected a tensor of shape [{seen.clients}], a row a client")
+
+
+def _receive(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
+    seen.names |= set(_tensors(cls, "receive", found))
+
+
+def _phases(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
+    if not isinstance(found, tuple | list) or isinstance(found, Phase) or not all(isinstance(one, Phase) for one in found):
+        what = "a Phase; a comma is missing" if isinstance(found, Phase) else _kind(found)
+        raise fault(cls, "phases", f"phases returned {what}; expected a tuple of Phase, such as (Phase(('items',), self.lr),)")
+
+
+def _stages(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
+    hook = "stages" if cls.stages is not Algorithm.stages else "phases"
+    if not isinstance(found, tuple | list) or isinstance(found, Stage) or not all(isinstance(one, Stage) for one in found):
+        raise fault(cls, hook, f"stages returned {_kind(found)}; expected a tuple of Stage, such as (Stage(self.phases(sent)),)")
+    for place, stage in enumerate(found, 1):
+        if problem := stage.problem(seen.names):
+            raise fault(cls, hook, f"{f'stage {place}: ' if len(found) > 1 else ''}{problem}")
+        for name in (name for phase in stage.phases for name in phase.names):
+            _refuse_untrainable(cls, hook, seen, name, given[0])
+
+
+def _refuse_untrainable(cls: type[Algorithm], hook: str, seen: Seen, name: str, sent: Collection[str]) -> None:
+    if name in seen.a_row_an_item:
+        raise fault(
+            cls, hook, f"{name!r} is trained and has one row an item, but is no table; write tables = {(*cls.tables, name)} in the class"
+        )
+    own = [table for table in cls.tables if table in seen.kept]
+    if own and name in sent and name not in seen.kept:  # the engine merges what is sent into own tables, and trains what is kept alone
+        raise fault(
+            cls,
+            hook,
+            f"a client that keeps a table of its own ({own[0]!r}) cannot train {name!r}, which is only sent; "
+            f"return {name!r} from init_client too (adding-an-algorithm.md)",
+        )
+
+
+def _loss(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
+    if not isinstance(found, Tensor):
+        raise fault(cls, "loss", f"loss returned {_kind(found)}; expected a tensor with one number, such as bce(logits, batch)")
+    if found.dim():
+        raise fault(cls, "loss", f"loss returned shape {list(found.shape)}; expected one number: take a mean, as bce(logits, batch) does")
+    if not found.is_floating_point():
+        raise fault(cls, "loss", f"loss returned {found.dtype}; expected a floating-point number")
+    values = _values(found)
+    if not seen.losses and values is not None and not bool(values.isfinite().all()):
+        wrong = values[~values.isfinite()][0].item()
+        raise fault(cls, "loss", f"loss is {wrong} before the first step; look for a logarithm or a division of 0")
+    seen.losses += 1
+
+
+def _values(tensor: Tensor) -> Tensor | None:
+    """The numbers of all clients behind a tensor that is mapped over them."""
+    mapped = torch._C._functorch
+    try:
+        while mapped.is_batchedtensor(tensor) or mapped.is_gradtrackingtensor(tensor):
+            tensor = mapped.get_unwrapped(tensor)
+    except (AttributeError, RuntimeError):
+        return None
+    return tensor.detach().reshape(-1)
+
+
+def _solve(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
+    _tensors(cls, "solve", found)
+
+
+def _upload(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
+    held = given[0]
+    for name, value in _tensors(cls, "upload", found).items():
+        if name in cls.tables and name in held and value.shape[:1] != held[name].shape[:1]:
+            raise fault(
+                cls,
+                "upload",
+                f"upload returned the table {name!r} as {list(value.shape)}; expected the {held[name].shape[0]} rows that are held, or a "
+                "name that is no table",
+            )
+
+
+def _aggregate(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
+    server = given[0]
+    new = _tensors(cls, "aggregate", found)
+    added = [name for name in new if name not in server and "/" not in name and name not in (*cls.mailed, "slot")]
+    for name in server:
+        if name not in new:
+            hint = meant(name, added)
+            raise fault(cls, "aggregate", f"aggregate drops {name!r} of the server's tensors{hint}; return all of them: {{**server, ...}}")
+        if name in (*cls.mailed, "slot"):
+            continue
+        if new[name].shape != server[name].shape:
+            raise fault(
+                cls,
+                "aggregate",
+                f"aggregate returned {name!r} as {list(new[name].shape)}; it was {list(server[name].shape)} and must stay so",
+            )
+        if new[name].dtype != server[name].dtype:
+            raise fault(cls, "aggregate", f"aggregate returned {name!r} of {new[name].dtype}; it was {server[name].dtype} and must stay so")
+    if server and added:
+        raise fault(
+            cls, "aggregate", f"aggregate adds {added[0]!r}, which init_server did not make{meant(added[0], server)}; make it there too"
+        )
+
+
+def _score(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
+    rows = next((given_[name].shape[0] for given_ in given[:2] for name in cls.tables if name in given_), None)
+    expected = f"[{rows}], a number for each of the {rows} items" if rows is not None else "[K], a number for each item"
+    if not isinstance(found, Tensor):
+        raise fault(cls, "score", f"score returned {_kind(found)}; expected a tensor of shape {expected}")
+    if found.dim() != 1 or (rows is not None and len(found) != rows):
+        raise fault(cls, "score", f"score returned shape {list(found.shape)}; expected {expected}")
+
+
+CHECKS: dict[str, Callable[..., None]] = {
+    "init_server": _init_server,
+    "init_client": _init_client,
+    "answer": _answer,
+    "receive": _receive,
+    "phases": _phases,
+    "stages": _stages,
+    "loss": _loss,
+    "solve": _solve,
+    "upload": _upload,
+    "aggregate": _aggregate,
+    "score": _score,
+}
+"""what is looked at in each function's answer"""

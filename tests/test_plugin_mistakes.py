@@ -1,0 +1,254 @@
+"""Deliberate mistakes in a plug-in: each is answered by one line with its file, line and function, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fedbench.commands import cli
+from fedbench.contract import registry
+from fedbench.sweeping import sweep
+
+GOOD = '''"""Matrix factorisation with a bias an item."""
+from dataclasses import dataclass
+from typing import ClassVar
+import torch
+from fedbench.contract.algorithm import Algorithm, Answer, Phase, Stage, bce
+from fedbench.contract.registry import register
+
+
+@register("mine", summary="items shared, users private")
+@dataclass(frozen=True)
+class Mine(Algorithm):
+    rounds: int = 1
+    local_epochs: int = 1
+    lr: float = 0.02
+    """local learning rate"""
+    average: str = "touching"
+    tables = ("items", "bias")
+    choices = {**Algorithm.choices, "average": ("touching", "cohort")}
+    published = {"average": "cohort", "lr": 0.1}
+
+    def init_server(self, world, draw):
+        items = draw.normal("items", world.items, self.dim) * 0.01
+        return {"items": items, "bias": torch.zeros_like(items[:, 0])}
+
+    def answer(self, server):
+        return Answer(shared=server)
+
+    def aggregate(self, server, uploads, draw):
+        size = uploads.world.items
+        return {name: table + uploads.rows(name).combine(size, self.average) for name, table in server.items()}
+
+    def init_client(self, world, draw):
+        return {"user": draw.normal("user", self.dim) * 0.01}
+
+    def phases(self, sent):
+        return (Phase(("user", "items", "bias"), self.lr),)
+
+    def loss(self, held, sent, batch):
+        return bce(held["items"][batch.items] @ held["user"] + held["bias"][batch.items], batch)
+
+    def upload(self, held, sent, samples):
+        return {name: held[name] - sent[name] for name in ("items", "bias")}
+
+    def score(self, own, sent):
+        return sent["items"] @ own["user"] + sent["bias"]
+
+    def helper(self, server):
+        return server
+'''
+LOSS = 'return bce(held["items"][batch.items] @ held["user"] + held["bias"][batch.items], batch)'
+UPLOAD = 'return {name: held[name] - sent[name] for name in ("items", "bias")}'
+SCORE = 'return sent["items"] @ own["user"] + sent["bias"]'
+CLIENT = 'return {"user": draw.normal("user", self.dim) * 0.01}'
+AGGREGATE = "return {name: table + uploads.rows(name).combine(size, self.average) for name, table in server.items()}"
+SERVER = 'return {"items": items, "bias": torch.zeros_like(items[:, 0])}'
+
+# what is replaced, by what (`# HERE` marks the line that must be named), the function that must be named, and a part of what is said
+MISTAKES = {
+    # ---- exceptions in its code
+    "a key that is not there": (
+        'held["items"][batch',
+        'held["item"][batch',
+        LOSS,
+        "loss",
+        "KeyError: 'item'; held has .*did you mean 'items'",
+    ),
+    "an attribute that is not there": ("[batch.items], batch)", "[batch.item], batch)", LOSS, "loss", "did you mean 'items'"),
+    "a name that is not there": ("bce(", "bcee(", LOSS, "loss", "NameError.*did you mean 'bce'"),
+    "shapes that do not fit": ('@ held["user"]', '@ held["user"][:3]', LOSS, "loss", "RuntimeError"),
+    "an assertion": (LOSS, "assert batch.items is None, 'odd'  # HERE", "", "loss", "AssertionError: odd"),
+    "endless recursion": (LOSS, "return self.loss(held, sent, batch)  # HERE", "", "loss", "RecursionError"),
+    "item() of a tensor": (LOSS, "return batch.label * held['user'].sum().item()  # HERE", "", "loss", "drop .item"),
+    "a branch on a value": (LOSS, "if held['user'].sum() > 0:  # HERE\n            pass\n        " + LOSS, "", "loss", "torch.where"),
+    "random numbers in a client": (LOSS, "return torch.rand(()) * held['user'].sum()  # HERE", "", "loss", "draw"),
+    "a mistake in a helper": (UPLOAD, "return self.helper(held)['itmes']  # HERE", "", "upload", "KeyError"),
+    "a mistake in check": (
+        "    def helper",
+        "    def check(self, world=None):\n        1 / 0  # HERE\n\n    def helper",
+        "",
+        "check",
+        "ZeroDiv",
+    ),
+    "a mistake at the second clients": (AGGREGATE, "server['nothing']  # HERE", "", "aggregate", "server has items, bias"),
+    # ---- answers that the engine cannot use
+    "loss without return": (LOSS, "bce(held['items'][batch.items] @ held['user'], batch)", "", "loss", "returned None"),
+    "loss of a batch": (LOSS, "return held['items'][batch.items] @ held['user']", "", "loss", r"shape \[\d+\]; expected one number"),
+    "loss that is not a number": (LOSS, "return (held['user'].sum() * 0).log() * 0", "", "loss", "loss is nan before the first step"),
+    "loss of whole numbers": (LOSS, "return batch.items.sum()", "", "loss", "torch.int64"),
+    "upload without return": (UPLOAD, "pass", "", "upload", "returned None.*expected a dict of tensors"),
+    "upload of a number": (UPLOAD, "return {'items': 1.0}", "", "upload", "'items' as a float"),
+    "upload of other rows": (UPLOAD, "return {'items': held['items'][:1]}", "", "upload", "rows that are held"),
+    "score of one number": (SCORE, "return (sent['items'] @ own['user']).sum()", "", "score", r"shape \[\]; expected \[\d+\]"),
+    "score without sum": (SCORE, "return sent['items'] * own['user']", "", "score", "expected"),
+    "aggregate that drops a name": (AGGREGATE, "return {'items': server['items']}", "", "aggregate", "drops 'bias'"),
+    "aggregate that adds a name": (AGGREGATE, "return {**server, 'itemz': server['items']}", "", "aggregate", "did you mean 'items'"),
+    "aggregate that changes a shape": (AGGREGATE, "return {**server, 'bias': server['bias'][:2]}", "", "aggregate", "must stay so"),
+    "aggregate without return": (AGGREGATE, "pass", "", "aggregate", "returned None"),
+    "aggregate in place": (AGGREGATE, "server['items'] += 1; return server", "", "aggregate", "in place"),
+    "answer that is a dict": ("return Answer(shared=server)", "return server", "", "answer", r"returned a dict; expected an Answer"),
+    "init_client without clients": (CLIENT, "return {'user': torch.zeros(self.dim)}", "", "init_client", "draw.zeros"),
+    "init_client in another precision": (CLIENT, "return {'user': draw.zeros(self.dim).double()}", "", "init_client", "torch.float64"),
+    "init_client that is a tensor": (CLIENT, "return draw.zeros(self.dim)", "", "init_client", "expected a dict of tensors"),
+    "a table of another size": (SERVER, "return {'items': items, 'bias': items[0]}", "", "answer", "a table has one row an item"),
+    "a phase without its comma": (
+        '(Phase(("user", "items", "bias"), self.lr),)',
+        'Phase(("user",), self.lr)',
+        "",
+        "phases",
+        "tuple of Phase",
+    ),
+    "a phase of an unknown name": ('("user", "items", "bias"), self.lr', '("usr",), self.lr', "", "phases", "'usr'.*did you mean user"),
+    "an unknown optimizer": ("self.lr),)", 'self.lr, "SGD"),)', "", "phases", "no optimizer 'SGD'"),
+    "a table that nobody makes": (
+        'tables = ("items", "bias")',
+        'tables = ("items", "bias", "bais")  # HERE',
+        "",
+        "tables",
+        "did you mean 'bias'",
+    ),
+    "a forgotten table": ('tables = ("items", "bias")', 'tables = ("items",)', "", "phases", "tables = \\('items', 'bias'\\)"),
+    "no loss at all": ("def loss(self", "def my_own(self", "", "Mine", "Mine has no function loss"),
+    # ---- the class
+    "a misspelt hook": ("def aggregate(", "def agregate(", "", "agregate", "did you mean 'aggregate'"),
+    "another misspelt hook": ("def init_client(", "def init_clients(", "", "init_clients", "did you mean 'init_client'"),
+    "a misspelt setting": ("tables = (", "table = (", "", "table", "did you mean 'tables'"),
+    "a hook with too few arguments": ("def score(self, own, sent)", "def score(self, own)", "", "score", r"score\(self, own, sent\)"),
+    "a hook with too many": ("def upload(self, held, sent, samples)", "def upload(self, held, sent, samples, more)", "", "upload", "more"),
+    "a hook without self": ("def score(self, own, sent)", "def score(own, sent)", "", "score", "needs self"),
+    "a hook that is a value": ("def helper(self, server):\n        return server", "receive = 3", "", "receive", "must be a function"),
+    "a field without a type": ("lr: float = 0.02", "lr = 0.02", "", "lr", "lr: float = 0.02"),
+    "an inherited field without a type": ("local_epochs: int = 1", "local_epochs = 1", "", "local_epochs", "local_epochs: int = 1"),
+    "a field of an odd type": ("lr: float = 0.02", "lr: dict = None", "", "lr", "cannot be a flag's type"),
+    "a default of another type": ("lr: float = 0.02", 'lr: float = "0.02"', "", "lr", "must be a number"),
+    "a default outside its choices": ('= "touching"', '= "toching"', "", "average", "did you mean 'touching'"),
+    "choices of no field": ('"average": ("touching"', '"avrage": ("touching"', "", "choices", "did you mean 'average'"),
+    "choices that forget the base's": ("{**Algorithm.choices, ", "{", "", "choices", "sampling"),
+    "a published key of no field": ('published = {"average"', 'published = {"avarage"', "", "published", "did you mean 'average'"),
+    "a published value outside": ('published = {"average": "cohort"', 'published = {"average": "all"', "", "published", "must be one of"),
+    "tables in one word": ('tables = ("items", "bias")', 'tables = "items"', "", "tables", "tuple of names"),
+    "no dataclass": ("@dataclass(frozen=True)\n", "", "", "Mine", "put @dataclass"),
+    "a field that hides a hook": ("lr: float = 0.02", "score: float = 0.02", "", "score", "hides|must be a function"),
+}
+# ---- at import: no function, so only the line
+AT_IMPORT = {
+    "not frozen": ("@dataclass(frozen=True)", "@dataclass  # HERE", "frozen=True"),
+    "no summary": ('@register("mine", summary="items shared, users private")', '@register("mine")  # HERE', "needs a name and a summary"),
+    "a wrong import": ("import Algorithm, Answer", "import Algorithmus, Answer", "cannot import name 'Algorithmus'"),
+    "a class of the old place": (
+        "from fedbench.contract.registry import register",
+        "from fedbench.errors import register",
+        "fedbench.contract.registry",
+    ),
+    "a module that is not there": ("import torch\n", "import torhc  # HERE\n", "ModuleNotFoundError"),
+    "a syntax error": ("import torch\n", "import = torch  # HERE\n", "SyntaxError"),
+}
+
+
+def started(folder: Path, source: str, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
+    """The exit code and stderr of a run of this plug-in."""
+    (folder / "plug_in.py").write_text(source)
+    words = ["--algo", str(folder / "plug_in.py"), "--dataset", "synthetic", "--users", "30", "--items", "60", "--interactions", "12"]
+    code = cli.main([*words, "--kernel", "off", "--no-mlflow", "--quiet", "--threads", "1", "--out", str(folder / "out"), *flags])
+    return code, capsys.readouterr().err
+
+
+def error_of(folder: Path, code: int, said: str) -> str:
+    """The one line of error, for a run that left nothing behind."""
+    lines = [line for line in said.splitlines() if line.startswith("fedbench:")]
+    assert code == 2 and len(lines) == 1, said
+    assert lines[0].startswith("fedbench: error: ") and "internal error" not in said, said
+    assert not (folder / "out").exists() or not any((folder / "out").iterdir())
+    assert not [name for name in registry.algorithms() if name == "mine"]
+    return lines[0]
+
+
+def test_without_a_mistake_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = started(tmp_path, GOOD, capsys)
+    assert code == 0 and "fedbench: error" not in said
+    assert (tmp_path / "out" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_names_file_line_and_function(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new, line, function, words = MISTAKES[mistake]
+    assert old in GOOD
+    source = GOOD.replace(old, new, 1)
+    if "# HERE" in source:
+        marked = "# HERE"
+    elif line:  # an expression within this line
+        marked = line.replace(old, new, 1)
+    else:
+        marked = f"class {function}" if function == "Mine" else f"def {function}("
+        marked = marked if marked in source else re.search(rf"^    {function}\b.*$", source, re.M)[0]  # type: ignore[index]
+    number = source[: source.index(marked)].count("\n") + 1
+    said = error_of(tmp_path, *started(tmp_path, source, capsys))
+    assert f"plug_in.py, line {number}, in {function}: " in said, said
+    assert re.search(words, said), said
+
+
+@pytest.mark.parametrize("mistake", AT_IMPORT)
+def test_a_mistake_at_import_names_file_and_line(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new, words = AT_IMPORT[mistake]
+    assert old in GOOD
+    source = GOOD.replace(old, new, 1)
+    number = source[: source.index("# HERE" if "# HERE" in source else new)].count("\n") + 1
+    said = error_of(tmp_path, *started(tmp_path, source, capsys))
+    assert f"plug_in.py, line {number}: " in said and words in said, said
+
+
+def test_several_seeds_at_once_say_it_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = GOOD.replace('held["items"][batch', 'held["item"][batch')
+    said = error_of(tmp_path, *started(tmp_path, source, capsys, "--seeds", "0-1", "--jobs", "2"))
+    assert "in loss: KeyError: 'item'" in said
+
+
+def test_a_mistake_that_only_shows_later_is_the_plug_ins_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = GOOD.replace(
+        "size = uploads.world.items", "size = uploads.world.items\n        assert len(uploads.clients) != 30, 'all'  # HERE"
+    )
+    code, said = started(tmp_path, source, capsys)
+    number = source[: source.index("# HERE")].count("\n") + 1
+    assert code == 2 and f"plug_in.py, line {number}, in aggregate: AssertionError: all" in said and "internal" not in said
+
+
+def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = started(tmp_path, GOOD.replace("bce(held", "bcee(held"), capsys, "--debug")
+    assert code == 2 and "Traceback" in said and "bcee" in said
+
+
+def test_helpers_of_other_names_and_a_method_for_many_clients_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    helpers = "\n    def aggregated(self, n):\n        return n\n\n    def phase(self):\n        return 1\n\n    limit: ClassVar[int] = 3\n"
+    few = "size = uploads.world.items\n        if len(uploads.clients) < 20:\n            raise ValueError('too few')"
+    code, said = started(tmp_path, GOOD.replace("size = uploads.world.items", few) + helpers, capsys)
+    assert code == 0, said
+
+
+def test_a_sweep_says_it_once_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plug_in.py").write_text(GOOD.replace('held["items"][batch', 'held["item"][batch'))
+    words = ["--algo", str(tmp_path / "plug_in.py"), "--dataset", "synthetic", "--users", "30", "--items", "60", "--interactions", "12"]
+    code = cli.guard(sweep.main, [*words, "--lr", "0.1", "0.2", "--no-mlflow", "--out", str(tmp_path / "out")])
+    assert "in loss: KeyError: 'item'" in error_of(tmp_path, code, capsys.readouterr().err)
