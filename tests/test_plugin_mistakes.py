@@ -132,6 +132,11 @@ MISTAKES = {
     ),
     "a forgotten table": ('tables = ("items", "bias")', 'tables = ("items",)', "", "phases", "tables = \\('items', 'bias'\\)"),
     "no loss at all": ("def loss(self", "def my_own(self", "", "Mine", "Mine has no function loss"),
+    # ---- uploads
+    "dense for rows": (AGGREGATE, "return {**server, 'items': uploads.dense('items').sum(0)}  # HERE", "", "aggregate", "uploads.rows"),
+    "an unknown upload": (AGGREGATE, "uploads.rows('itemz')  # HERE", "", "aggregate", "no client uploads 'itemz'.*did you mean 'items'"),
+    "an unknown average": ("size, self.average)", "size, 'mean')", AGGREGATE, "aggregate", "combined by sum, cohort, touching"),
+    "a sum that is none": (AGGREGATE, "uploads.total('items')  # HERE", "", "aggregate", "summed"),
     # ---- the class
     "a misspelt hook": ("def aggregate(", "def agregate(", "", "agregate", "did you mean 'aggregate'"),
     "another misspelt hook": ("def init_client(", "def init_clients(", "", "init_clients", "did you mean 'init_client'"),

@@ -48,7 +48,7 @@ class PluginError(UsageError):
     """A fault in an algorithm's own code; it names the file, the line and the function."""
 
 
-class Misuse(Exception):
+class Misuse(UsageError):
     """What the contract's own code raises if an algorithm asks for something wrong; `blamed` adds where that was."""
 
 
@@ -74,19 +74,17 @@ def blamed() -> Iterator[None]:
 
 def blame(error: BaseException) -> PluginError | None:
     """The error as one of an algorithm's code, if any of that was running when it was raised; what others raised on purpose stands."""
-    if isinstance(error, FedbenchError | MemoryError):
+    if isinstance(error, FedbenchError | MemoryError) and not isinstance(error, Misuse):
         return None
     seen: set[int] = set()
     found: BaseException | None = error
     while found is not None and id(found) not in seen:  # the error itself, then what led to it
         seen.add(id(found))
-        if isinstance(found, FedbenchError):
+        if isinstance(found, FedbenchError) and not isinstance(found, Misuse):
             return None
         if place := _last_own_frame(found.__traceback__):
             frame, line = place.tb_frame, place.tb_lineno
-            function = frame.f_code.co_name
-            inside = "" if function == "<module>" else f", in {function}"
-            return PluginError(f"{short(frame.f_code.co_filename)}, line {line}{inside}: {_words(found, place)}")
+            return PluginError(f"{short(frame.f_code.co_filename)}, line {line}{_inside(frame.f_code)}: {_words(found, place)}")
         found = found.__cause__ or found.__context__
     return None
 
@@ -132,8 +130,14 @@ def of_import(error: BaseException, path: str) -> str:
     places = [place for place in _walk(error.__traceback__) if place.tb_frame.f_code.co_filename == path]
     if not places:
         return f": cannot be imported: {_words(error, None)}"
-    name = places[-1].tb_frame.f_code.co_name
-    return f", line {places[-1].tb_lineno}{'' if name == '<module>' else f', in {name}'}: cannot be imported: {_words(error, places[-1])}"
+    last = places[-1]
+    return f", line {last.tb_lineno}{_inside(last.tb_frame.f_code)}: cannot be imported: {_words(error, last)}"
+
+
+def _inside(code: CodeType) -> str:
+    """`, in loss`: the function that has a name, around a lambda or a comprehension; nothing at the level of the module."""
+    named = [part for part in code.co_qualname.split(".") if not part.startswith("<")]
+    return f", in {named[-1]}" if named else ""
 
 
 def _walk(traceback: TracebackType | None) -> Iterator[TracebackType]:

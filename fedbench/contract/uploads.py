@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fedbench.contract.algorithm import World
+from fedbench.contract.plugin_errors import Misuse, meant
 from fedbench.contract.storage import Memory
-from fedbench.errors import UsageError
 from fedbench.kernels.rows import summed_by_item
 
 AVERAGES = ("sum", "cohort", "touching")
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
     def combined(self, items: int, how: str, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The same, and how many clients sent each row [M], or how much they count together."""
         if how not in AVERAGES:
-            raise UsageError(f"rows are combined by {', '.join(AVERAGES)}, not by {how!r}")
+            raise Misuse(f"rows are combined by {', '.join(AVERAGES)}, not by {how!r}")
         shape = (-1, *[1] * (self.value.dim() - 1))
         each = None if weight is None else weight.to(self.value)[self.client]
         total, senders = map(self.total, summed_by_item(self.item, self.value, items, each))
@@ -148,21 +148,23 @@ class Uploads:
 
     def rows(self, name: str) -> Rows:
         """Touched rows of a shared table; `combine` and `senders` look at all clients, wherever their rows are."""
-        value = self.tensors[name]
-        assert isinstance(value, Rows)
+        value = self._sent(name)
+        if not isinstance(value, Rows):
+            raise Misuse(f"{name!r} is no shared table, so it comes whole: use uploads.dense({name!r}), not uploads.rows")
         return value
 
     def dense(self, name: str, picked: Tensor | None = None) -> Tensor:
         """[n, ...] or, for the picked positions of the cohort, [S, ...]; no copy when all are picked."""
-        value = self.tensors[name]
+        value = self._sent(name)
         if isinstance(value, Tables):
             return self.tables(name, picked).each(lambda tables: tables)
-        assert isinstance(value, Tensor)
+        if isinstance(value, Rows):
+            raise Misuse(f"{name!r} is a shared table and travels as rows: use uploads.rows({name!r}), not uploads.dense")
         return value if picked is None or len(picked) == len(value) else value[picked]
 
     def tables(self, name: str, picked: Tensor | None = None) -> Tables:
         """The same of whole tables, which stay where they are: with torchrun on the rank that has the client."""
-        value = self.tensors[name]
+        value = self._sent(name)
         if isinstance(value, Tables):
             return value if picked is None else value.picked(picked)
         every = self.dense(name, picked)
@@ -170,7 +172,17 @@ class Uploads:
 
     def total(self, name: str) -> Tensor:
         """[...] the sum over the cohort of a sealed upload."""
+        if name not in self.sums:
+            hint = f"write summed = ({name!r},) in the class" if name in self.tensors else f"known: {', '.join(self.sums) or 'none'}"
+            raise Misuse(f"no upload {name!r} is summed{meant(name, self.sums)}; {hint}")
         return self.sums[name]
+
+    def _sent(self, name: str) -> Tensor | Rows | Tables:
+        if name in self.sums:
+            raise Misuse(f"{name!r} is in `summed`, so the server sees its sum alone: use uploads.total({name!r})")
+        if name not in self.tensors:
+            raise Misuse(f"no client uploads {name!r}{meant(name, self.tensors)}; upload returns {', '.join(self.tensors) or 'nothing'}")
+        return self.tensors[name]
 
     def only(self, keep: Tensor) -> Uploads:
         """The uploads of the clients where `keep` [n] is true."""

@@ -21,7 +21,7 @@ import torch
 
 from fedbench.contract.algorithm import Algorithm
 from fedbench.contract.dataset import Interactions
-from fedbench.contract.plugin_errors import PluginError, blame
+from fedbench.contract.plugin_errors import Misuse, PluginError, blame
 from fedbench.data.protocol import PRESETS
 from fedbench.data.split import Split, split
 from fedbench.errors import FedbenchError
@@ -56,6 +56,8 @@ def _rehearsed(algorithm: Algorithm, dtype: torch.dtype) -> None:
             return
         except PluginError as error:
             wrong = error
+        except Misuse as error:
+            wrong = blame(error) or PluginError(str(error))
         except FedbenchError:  # its own words, which the run says if they hold there too
             log.debug("the rehearsal ended early", exc_info=True)
             return
