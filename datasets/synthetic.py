@@ -16,7 +16,7 @@ from fedbench.contract.registry import register_dataset
 from fedbench.data.sources import cache_folder
 from fedbench.errors import UsageError
 from fedbench.locks import alone
-from fedbench.simulation.client_store import free_memory
+from fedbench.system_memory import free_memory
 
 from .rows import assemble
 

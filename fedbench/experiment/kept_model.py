@@ -20,8 +20,8 @@ from fedbench.experiment.run_state import beginning, lent, state_facts, whole
 from fedbench.experiment.summary import Best
 from fedbench.settings.config import RunConfig
 from fedbench.simulation import workers
-from fedbench.simulation.client_store import free_memory
 from fedbench.simulation.federation import Federation
+from fedbench.system_memory import free_memory
 from fedbench.text import human
 
 log = logging.getLogger("fedbench")

@@ -14,7 +14,7 @@ from fedbench.contract.algorithm import Algorithm, Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.data.split import Split
 from fedbench.errors import FedbenchError
-from fedbench.simulation.client_store import free_memory
+from fedbench.system_memory import free_memory
 from fedbench.text import human
 
 SAMPLE_BYTES = 12

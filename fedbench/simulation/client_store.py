@@ -21,6 +21,7 @@ from fedbench.contract.algorithm import Algorithm, Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.contract.storage import CHUNK, Disk, Memory
 from fedbench.errors import FedbenchError, UsageError
+from fedbench.system_memory import free_memory
 
 STORES = ("auto", "ram", "mmap")
 
@@ -177,15 +178,6 @@ def fits(algorithm: Algorithm, world: World, draw: Draw, clients: int) -> bool:
     one = algorithm.init_client(world, draw_for(draw, np.arange(1)))
     needed = clients * sum(t.numel() * t.element_size() for t in one.values())
     return needed * (2 if algorithm.mailed else 1) <= free_memory()
-
-
-def free_memory() -> float:
-    """Bytes that can still be had without swapping; infinite where the system does not say."""
-    try:
-        with open("/proc/meminfo") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return float("inf")
 
 
 def draw_for(draw: Draw, clients: np.ndarray) -> Draw:
