@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedbench.contract.algorithm import Algorithm, Answer, Batch, Phase, Tensors, World, bce
+from fedbench.contract.algorithm import OWN, Algorithm, Answer, Batch, Phase, Tensors, World, bce
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
 from fedbench.contract.uploads import Tables, Uploads
@@ -101,6 +101,7 @@ class FedEM(Algorithm):
         "row_negatives": True,
         "train_user": "always",
     }
+    tables = {"items": OWN}
     mailed = ("tables",)
     choices = {
         **Algorithm.choices,

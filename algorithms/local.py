@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedbench.contract.algorithm import Algorithm, Batch, Phase, Tensors, World, bce
+from fedbench.contract.algorithm import OWN, Algorithm, Batch, Phase, Tensors, World, bce
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
 from fedbench.parts.fused_models import DotBCE
@@ -24,6 +24,8 @@ class Local(Algorithm):
     """local learning rate of Adam"""
     init_scale: float = 1.0
     """standard deviation of the initial vectors; each client draws its own, or all would hit or miss together"""
+
+    tables = {"items": OWN}
 
     def check(self, world: World | None = None) -> None:
         self.must_be_positive("lr", "init_scale")

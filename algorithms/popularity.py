@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbench.contract.algorithm import Algorithm, Answer, Tensors, World
+from fedbench.contract.algorithm import SHARED, Algorithm, Answer, Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
 from fedbench.contract.uploads import Uploads
@@ -19,7 +19,7 @@ class Popularity(Algorithm):
     rounds: int = 1
     negatives: int = 0
 
-    tables = ("count",)
+    tables = {"count": SHARED}
 
     def init_server(self, world: World, draw: Draw) -> Tensors:
         return {"count": torch.zeros(world.items, dtype=draw.dtype, device=draw.device)}

@@ -3,17 +3,19 @@
 An algorithm is a frozen dataclass: its fields are its flags (the sentence under a field is its --help text) and its methods are
 small pure functions. Those that run on a device are written for ONE client; the engine maps them over many.
 
-Names of tensors. A *table* has one row an item: [M, ...]. Which names are tables is said in `tables`. While a client trains it
-holds only the rows that its samples touch, [T, ...], and `batch.items` indexes into those rows; so an algorithm never needs to know.
-A table that `init_client` returns is the client's own (it is kept between rounds); one that only the server sends is shared.
+Names of tensors. A *table* has one row an item: [M, ...]. `tables` says which names are tables and who keeps each: SHARED (the server,
+which sends it) or OWN (the client, from round to round). While a client trains it holds only the rows that its samples touch, [T, ...],
+and `batch.items` indexes into those rows; so an algorithm never needs to know.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from fedbench.contract.uploads import Uploads
 
 Tensors = dict[str, Tensor]
+SHARED, OWN = "shared", "own"
+"""who keeps a table: the server, or each client its own"""
+KEEPERS = (SHARED, OWN)
 OPTIMIZERS = ("adam", "adamw", "sgd")
 PARTS = ("all", "support", "query")
 
@@ -41,6 +46,15 @@ class World:
     rating_max: float = 1.0
 
 
+@dataclass(frozen=True)
+class Context:
+    """What an algorithm's functions may know beside their tensors, as `self.context`."""
+
+    round: int = 0
+    """the round, from 1; in evaluation the last one that was trained"""
+    world: World = World(0, 0)
+
+
 class Batch(NamedTuple):
     """One step's samples of one client."""
 
@@ -50,6 +64,8 @@ class Batch(NamedTuple):
     """[B] 1 for an interaction, 0 for a negative; on a rating split the rating, or what `Algorithm.extra` says of an item without one"""
     weight: Tensor
     """[B] 1 for a sample, 0 for padding"""
+    rows: Tensor = torch.ones(())
+    """[T] 1 for a row of the held tables, 0 for padding: a term over held rows must be weighed by it"""
 
 
 class Extra(NamedTuple):
@@ -61,36 +77,71 @@ class Extra(NamedTuple):
     """the label they get on a rating split: mean (the client's mean rating) or unknown (not a number: the loss knows what to do)"""
 
 
+class Pull(NamedTuple):
+    """weight/2·|row - target|², for every row of a table that the client holds, touched by a sample or not."""
+
+    target: str
+    """the tensor that the rows are pulled to, of the same shape: as it was sent or, if it was not, as the client holds it"""
+    weight: float
+
+
 class Phase(NamedTuple):
-    """One optimizer step a batch: the names it moves and how."""
+    """One optimizer step a batch: the names it moves and how. All names move by one gradient, taken before any of them does."""
 
     names: tuple[str, ...]
-    lr: float
+    lr: float | Mapping[str, float]
+    """the learning rate, or one for each name: {"user": 0.1, "items": 5.0}"""
     optimizer: str = "adam"
     """adam, adamw or sgd; its state is new each round"""
     weight_decay: float = 0.0
-    """decoupled decay of adamw: every step first multiplies what it moves by 1 - lr·weight_decay"""
+    """adamw: every step first multiplies what it moves by 1 - lr·weight_decay. sgd: weight_decay·value joins the gradient, as in torch"""
     clip: float = 0.0
     """largest norm of a client's gradient over all names of the phase; 0: not clipped"""
+    momentum: float = 0.0
+    """of sgd, as in torch"""
+    lr_decay: float = 1.0
+    """what the rate is multiplied by after every step"""
+    pull: Mapping[str, Pull] = MappingProxyType({})
+    """name -> where its rows are pulled to. It joins sgd's gradient; with adam and adamw it is decoupled, as adamw's decay is: every step
+    first moves a row by lr·weight of the way. Not part of the loss that is reported. Rows that no sample touches move too, in own tables"""
 
-    def problem(self, held: Collection[str]) -> str:
-        """What is wrong with it for a client that holds these names; "" if nothing is."""
+    def problem(self, held: Collection[str], sent: Collection[str] = ()) -> str:
+        """What is wrong with it for a client that holds these names and was sent those; "" if nothing is."""
         if isinstance(self.names, str) or not self.names:
             return f"names must be a tuple of the tensors it moves, such as ('items',), not {self.names!r}"
         if unknown := [name for name in self.names if name not in held]:
             return f"it moves {unknown[0]!r}, which the client does not hold{nearest(unknown[0], held)}"
         if self.optimizer not in OPTIMIZERS:
             return f"there is no optimizer {self.optimizer!r}{nearest(self.optimizer, OPTIMIZERS)}"
-        for what, value in (("lr", self.lr), ("weight_decay", self.weight_decay), ("clip", self.clip)):
-            if not (math.isfinite(value) and value >= 0):
-                return f"{what} must be 0 or more, not {value}"
-        if self.weight_decay and self.optimizer != "adamw":
-            return f"weight_decay belongs to adamw; {self.optimizer} would ignore it"
+        if isinstance(self.lr, Mapping) and set(self.lr) != set(self.names):
+            return f"lr must have a rate for each of {', '.join(self.names)}, not for {', '.join(self.lr) or 'none'}"
+        rates = {f"lr of {name}": rate for name, rate in self.lr.items()} if isinstance(self.lr, Mapping) else {"lr": self.lr}
+        for what, value in {**rates, "weight_decay": self.weight_decay, "clip": self.clip, "momentum": self.momentum}.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
+                return f"{what} must be a number, 0 or more, not {value!r}"
+        if not (isinstance(self.lr_decay, int | float) and 0 < self.lr_decay <= 1):
+            return f"lr_decay must be over 0 and at most 1, not {self.lr_decay!r}"
+        if self.weight_decay and self.optimizer == "adam":
+            return "weight_decay belongs to adamw and sgd; adam would ignore it"
+        if self.momentum and (self.optimizer != "sgd" or self.momentum >= 1):
+            return f"momentum belongs to sgd and is below 1, not {self.momentum:g} for {self.optimizer}"
+        return self._pull_problem({*held, *sent})
+
+    def _pull_problem(self, known: Collection[str]) -> str:
+        for name, pull in self.pull.items():
+            if name not in self.names:
+                return f"it pulls {name!r}, which it does not move{nearest(name, self.names)}"
+            if not isinstance(pull, Pull):
+                return f"pull must map names to Pull(target, weight), not {name!r} to {pull!r}"
+            if pull.target not in known:
+                return f"it pulls {name!r} to {pull.target!r}, which the client neither holds nor was sent{nearest(pull.target, known)}"
+            if not (math.isfinite(pull.weight) and pull.weight >= 0):
+                return f"the weight of a pull must be 0 or more, not {pull.weight}"
         return ""
 
-    def decay(self, name: str) -> float:
-        """What a step multiplies a number of `name` by that no sample touches."""
-        return 1 - self.lr * self.weight_decay if self.optimizer == "adamw" and name in self.names else 1.0
+    def rate(self, name: str) -> float:
+        """The learning rate of a name in the first step."""
+        return self.lr[name] if isinstance(self.lr, Mapping) else self.lr
 
 
 class Stage(NamedTuple):
@@ -110,8 +161,8 @@ class Stage(NamedTuple):
     fused: Any = None
     """a description that lets the engine take a fused kernel instead of the generic path (see fedbench/kernels/fused.py and ridge.py)"""
 
-    def problem(self, held: Collection[str]) -> str:
-        """What is wrong with it for a client that holds these names; "" if nothing is."""
+    def problem(self, held: Collection[str], sent: Collection[str] = ()) -> str:
+        """What is wrong with it for a client that holds these names and was sent those; "" if nothing is."""
         if isinstance(self.phases, Phase) or not all(isinstance(phase, Phase) for phase in self.phases):
             return "phases must be a tuple of Phase, such as (Phase(('items',), 0.1),)"
         if self.part not in PARTS:
@@ -120,7 +171,11 @@ class Stage(NamedTuple):
                                    ("max_samples", self.max_samples, 1)):  # fmt: skip
             if value is not None and value < least:
                 return f"{what} must be {least} or more, not {value}"
-        said = (f"phase {place}: {problem}" for place, phase in enumerate(self.phases, 1) if (problem := phase.problem(held)))
+        moved = {name for phase in self.phases for name in phase.names} - {*sent}
+        for target in (pull.target for phase in self.phases for pull in phase.pull.values() if isinstance(pull, Pull)):
+            if target in moved:
+                return f"rows are pulled to {target!r}, which moves itself; pull them to what was sent, or to a tensor that no phase moves"
+        said = (f"phase {place}: {problem}" for place, phase in enumerate(self.phases, 1) if (problem := phase.problem(held, sent)))
         return next(said, "")
 
 
@@ -158,7 +213,12 @@ class Algorithm:
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     """one line for --list"""
-    tables: ClassVar[tuple[str, ...]] = ("items",)
+    context: ClassVar[Context] = Context()
+    """the round and the size of the federation, for every function but `check`"""
+    tables: ClassVar[Mapping[str, str]] = MappingProxyType({"items": SHARED})
+    """names of tables, and who keeps each: SHARED or OWN. A name that only `upload` returns is SHARED too: it travels as touched rows"""
+    scores: ClassVar[tuple[str, ...]] = ()
+    """further readings of the model that every evaluation measures beside `score`: for each name a function `score_<name>(own, sent)`"""
     published: ClassVar[Mapping[str, Any]] = {}
     """what `--recipe published` sets: the paper's own switches and hyper-parameters"""
     summed: ClassVar[tuple[str, ...]] = ()
@@ -174,6 +234,21 @@ class Algorithm:
     """allowed words of the fields that take one; subclasses add theirs with `{**Algorithm.choices, ...}`"""
     rating_split: ClassVar[str] = "kfold"
     """what `--split auto` means where the algorithm predicts ratings"""
+
+    @property
+    def own_tables(self) -> tuple[str, ...]:
+        """The tables that clients keep."""
+        return tuple(name for name, keeper in self.tables.items() if keeper == OWN)
+
+    def at(self, round_: int, world: World) -> Self:
+        """This algorithm in a round of a federation."""
+        other = copy.copy(self)
+        object.__setattr__(other, "context", Context(round_, world))
+        return other
+
+    def with_epochs(self, epochs: int) -> Self:
+        """This algorithm for clients that finish so many local epochs."""
+        return self if epochs == self.local_epochs else replace(self, local_epochs=epochs).at(self.context.round, self.context.world)
 
     @property
     def predicts_ratings(self) -> bool:
@@ -213,6 +288,13 @@ class Algorithm:
         """How many of so many clients take part in a round."""
         return self.clients_per_round or min(self.usual_cohort or clients, clients)
 
+    def bits(self, world: World) -> Mapping[str, float]:
+        """Name -> bits that one number of it takes on its way, up or down, where that is not what its type takes.
+
+        1 for a binary code, 0 for what both sides make from a seed.
+        """
+        return {}
+
     # ---- the server -------------------------------------------------------------------------------------------------
     def init_server(self, world: World, draw: Draw) -> Tensors:
         """What the server starts with."""
@@ -226,6 +308,10 @@ class Algorithm:
         """The server's step over a round's stacked uploads [n, ...]; it sees nothing else. `draw` is this round's randomness."""
         return server
 
+    def choose(self, server: Tensors, world: World, n: int, draw: Draw) -> Tensor | None:
+        """[n] different client numbers: the cohort of the next round, where the server picks it. None: as `sampling` says."""
+        return None
+
     def for_new_users(self, server: Tensors) -> Tensors:
         """The server as clients meet it that were not in training and learn what is private to them; a schedule begins anew."""
         return server
@@ -236,7 +322,10 @@ class Algorithm:
         return {}
 
     def receive(self, own: Tensors, sent: Tensors) -> Tensors:
-        """What the client trains this round, from what it keeps and what it was sent (`sent` is {} if nothing). Row by row on tables."""
+        """What the client holds this round, from what it keeps and what it was sent (`sent` is {} if nothing).
+
+        It is called on whole tables and on touched rows alike, so a row of the result may depend on that row of the tables alone.
+        """
         return {**own, **sent}
 
     def phases(self, sent: Tensors) -> tuple[Phase, ...]:
@@ -257,11 +346,19 @@ class Algorithm:
         raise NotImplementedError
 
     def upload(self, held: Tensors, sent: Tensors, samples: Tensor) -> Tensors:
-        """Everything that leaves the device. Shared tables appear as the touched rows [T, ...] (their ids travel too), own tables whole.
+        """Everything that leaves the device. SHARED tables travel as the touched rows [T, ...] with their ids, OWN tables whole.
 
-        `samples` is the number of samples the client trained on; it leaves the device only if it is returned.
+        held: what the client holds after training; sent: what it was sent. Rows of the result may depend on that row of the tables alone.
+        samples: the number of samples the client trained on; it leaves the device only if it is returned.
         """
         return {}
+
+    def keep(self, held: Tensors, sent: Tensors) -> Tensors:
+        """What stays on the client after training, of the names that `init_client` made; of other names nothing stays.
+
+        By default all of them as they are held. A tensor that is not returned stays as it was; own tables must be returned.
+        """
+        return held
 
     def score(self, own: Tensors, sent: Tensors) -> Tensor:
         """[K] the client's score for each of the K item rows it is given: higher is better, or the predicted rating."""
@@ -282,16 +379,16 @@ class Algorithm:
         return None
 
     def fused_score(self, sent: bool) -> Any:
-        """The same for `score`."""
+        """A description that lets the evaluation take a fused kernel in place of `score`, or None."""
         return None
 
 
-def check_stages(algorithm: Algorithm, stages: tuple[Stage, ...], held: Collection[str]) -> None:
-    """Raise UsageError for local work that makes no sense to a client that holds these names."""
+def check_stages(algorithm: Algorithm, stages: tuple[Stage, ...], held: Collection[str], sent: Collection[str] = ()) -> None:
+    """Raise UsageError for local work that makes no sense to a client that holds these names and was sent those."""
     if isinstance(stages, Stage) or not all(isinstance(stage, Stage) for stage in stages):
         raise UsageError(f"{algorithm.name}: stages must return a tuple of Stage, such as (Stage(self.phases(sent)),)")
     for place, stage in enumerate(stages, 1):
-        if problem := stage.problem(held):
+        if problem := stage.problem(held, sent):
             raise UsageError(f"{algorithm.name}: {f'stage {place}: ' if len(stages) > 1 else ''}{problem}")
 
 

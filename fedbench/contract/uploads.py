@@ -143,6 +143,8 @@ class Uploads:
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     unreadable: Tensor | None = None
     """[n] whether an upload arrived in another shape than asked for, so that its numbers here mean nothing"""
+    bits: Mapping[str, float] = field(default_factory=dict)
+    """name -> bits of one number on its way, see Algorithm.bits"""
     room: Memory = Memory()  # noqa: RUF009 (it holds nothing)
     """where the server lays what it keeps for each of many clients"""
 
@@ -230,14 +232,16 @@ class Uploads:
         for name, value in self.tensors.items():
             tensor = value if isinstance(value, Tensor) else value.value
             sent, id_ = (value.sent(), 4) if isinstance(value, Rows) else (len(self.clients), 0)
-            numbers = math.prod(tensor.shape[1:])
+            each = number_size(tensor, self.bits.get(name)) if name not in self.summed else 8 * MASKED_BYTES
             if name in self.whole:
-                total += len(self.clients) * self.whole[name] * numbers * tensor.element_size()
-            elif name in self.summed:
-                total += sent * numbers * MASKED_BYTES
-            else:
-                total += sent * (numbers * tensor.element_size() + id_)
+                sent, id_ = len(self.clients) * self.whole[name], 0
+            total += sent * (math.ceil(math.prod(tensor.shape[1:]) * each / 8) + id_)
         return total
+
+
+def number_size(tensor: Tensor, bits: float | None) -> float:
+    """Bits of one number: as many as its type has, unless the method says otherwise."""
+    return 8 * tensor.element_size() if bits is None else bits
 
 
 def flat(values: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ nothing is left behind however a process ends; what a run goes on from is its ch
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from pathlib import Path
 from typing import TypeVar
 
@@ -124,7 +125,7 @@ class ClientStore:
         """[C, ...] of each name; a view without a copy when `whole` says that `clients` are all of them in order."""
         return {name: tensor if whole else tensor[self.place(clients)] for name, tensor in self.tensors.items()}
 
-    def rows(self, clients: Tensor, rows: Tensor, tables: tuple[str, ...]) -> Tensors:
+    def rows(self, clients: Tensor, rows: Tensor, tables: Collection[str]) -> Tensors:
         """The same with only the given rows [C, T] of tables."""
         at = self.place(clients)
         return {name: t[at[:, None], rows] if name in tables else t[at] for name, t in self.tensors.items()}

@@ -9,33 +9,32 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedbench.contract.algorithm import Algorithm, Answer, Batch, Phase, Stage, Tensors, World, check_stages
+from fedbench.contract.algorithm import SHARED, Algorithm, Answer, Batch, Stage, Tensors, World, check_stages
 from fedbench.contract.randomness import keys
 from fedbench.contract.uploads import Rows, Uploads
 from fedbench.data.sampling import Samples
+from fedbench.errors import UsageError
 from fedbench.kernels import fused
 from fedbench.parts import ridge
 from fedbench.simulation import kernel_check
 from fedbench.simulation.blocks import Block, Spare, blocks, host_type, moved, pack
 from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.generic import Progress, new_state, step, vmapped
-from fedbench.simulation.sending import bytes_down, sent_rows, sent_to, sent_whole
+from fedbench.simulation.own_tables import Before, merge, move_untouched, upload_whole, uploads_as_stored
+from fedbench.simulation.sending import bytes_down, sent_rows, sent_to
 
 WIDE = 16
 """a block of clients that only rebuild a private part is so many times as large: no gradients and moments need to stay in the cache"""
-FULL_ROWS = 1 << 17
-"""item rows of whole tables that are handled at once (merging and scoring)"""
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,19 @@ class Round:
 def gpu_kernels() -> Any:
     """The fused kernels for GPUs. They need Triton, which comes with PyTorch's builds for GPUs."""
     return importlib.import_module("fedbench.kernels.fused_gpu")
+
+
+class Done(NamedTuple):
+    """What a block left behind."""
+
+    block: Block
+    loss: Tensor
+    """[C]"""
+    uploaded: Tensors
+    """shared tables as touched rows [C, T, ...], own tables whole [C, M, ...], all else [C, ...]"""
+    stored: tuple[str, ...]
+    """own tables that are uploaded as they lie in the store"""
+    updates: int
 
 
 class Engine:
@@ -97,12 +109,17 @@ class Engine:
             other.kernels, other.gpu_kernels = False, None
         return other
 
+    def enter(self, when: int) -> None:
+        """From here on the algorithm's functions see this round as `self.context`."""
+        self.algorithm = self.algorithm.at(when, self.world)
+
     def run_cohort(self, server: Tensors, store: ClientStore, samples: Samples, when: int, epochs: np.ndarray | None = None) -> Round:
         """Every client of the cohort receives, trains and uploads; `store` is updated. Where a cohort runs is decided here alone.
 
         epochs [n]: how many local epochs each client finishes, if not all of them. Clients of a kind (as many epochs, sent something
         or not) are trained together.
         """
+        self.enter(when)
         store.take_part(samples.clients)
         answer = self.algorithm.answer(server)
         clients = torch.from_numpy(samples.clients).to(self.device)
@@ -113,17 +130,15 @@ class Engine:
         kind = 2 * epochs + sent
         kinds = np.flatnonzero(np.bincount(kind)).tolist()
         places = {some: self.places(samples.clients[kind == some], some % 2 == 1, answer, store) for some in kinds}
-        own_tables = any(name in store.tensors for name in self.algorithm.tables)
+        own_tables = bool(self.algorithm.own_tables)
         stay = all(place and (own_tables or place[0].changes) for place in places.values())
         elastic = any(place and isinstance(place[0], fused.ElasticBCE) for place in places.values())
-        if own_tables and sent.any() and not (stay and elastic):
-            # before the cohort is cut: the last bits of a batched product depend on how many clients are in it
-            merge_whole_tables(self.algorithm, clients[torch.from_numpy(sent).to(self.device)], answer, store)
+        before = None if stay and elastic else merge(self.algorithm, samples, answer, sent, store)
         if stay:
             uploads, losses, updates = self.train_in_place(places, samples, kind, stream, store)
         else:
-            uploads, losses, updates = self.train_in_blocks(answer, samples, kind, when, store)
-        return Round(uploads, losses, bytes_down(answer, int(sent.sum()), uploads.whole), updates)
+            uploads, losses, updates = self.train_in_blocks(answer, samples, kind, when, store, before)
+        return Round(uploads, losses, bytes_down(answer, int(sent.sum()), uploads.whole, uploads.bits), updates)
 
     def places(self, clients: np.ndarray, sent: bool, answer: Answer, store: ClientStore) -> tuple[fused.DotBCE, fused.Clients] | None:
         """The plan of a kernel that trains these clients where their state lies, and where that is."""
@@ -143,9 +158,8 @@ class Engine:
         """The whole cohort at once, no block and no copy: kernels take a client's rows into the cache and write them back."""
         a, counts, touched = self.algorithm, samples.counts, samples.touched
         losses, updates = np.zeros(len(counts)), 0
-        own_tables = any(name in store.tensors for name in a.tables)
         change: np.ndarray | None = None
-        if not own_tables:
+        if not a.own_tables:
             width = next(place[1].tables.shape[2] for place in places.values() if place)
             change = self.spare.empty("change", len(samples.row) * width, host_type(self.dtype)).reshape(-1, width)
         for some, place in places.items():
@@ -159,24 +173,20 @@ class Engine:
             )
             updates += int((steps * plan.trained(clients, touched[at])).sum())
         if change is None:
-            return self.collect_own(store, samples), torch.from_numpy(losses), updates
+            return self.uploads(samples.clients, self.from_store(store, samples)), torch.from_numpy(losses), updates
         rows = Rows(torch.from_numpy(touched), torch.from_numpy(samples.row), torch.from_numpy(change))
         return self.uploads(samples.clients, {plan.items: rows}), torch.from_numpy(losses), updates
 
     def train_in_blocks(
-        self, answer: Answer, samples: Samples, kind: np.ndarray, when: int, store: ClientStore
+        self, answer: Answer, samples: Samples, kind: np.ndarray, when: int, store: ClientStore, before: Before | None
     ) -> tuple[Uploads, Tensor, int]:
         """The cohort in blocks of like clients, each of which receives, trains, keeps and uploads."""
         losses = torch.zeros(len(samples.clients), dtype=torch.float64)
-        parts: list[tuple[Block, Tensors]] = []
-        updates = 0
+        done = []
         for block in self.packed(samples, kind, when, self.block_rows):
-            loss, part, moved = self.run_block(block, answer, store)
-            losses[block.position] = loss.double().cpu()
-            parts.append((block, part))
-            updates += moved
-        own_tables = any(name in store.tensors for name in self.algorithm.tables)
-        return self.collect_own(store, samples) if own_tables else self.collect(parts, samples), losses, updates
+            done.append(self.run_block(block, answer, store, before))
+            losses[block.position] = done[-1].loss.double().cpu()
+        return self.collect(done, samples, store), losses, sum(one.updates for one in done)
 
     def packed(self, samples: Samples, kind: np.ndarray, when: int, block_rows: int, purpose: str = "") -> Iterator[Block]:
         """The cohort in blocks of one kind (2·epochs + sent) each; `purpose` sets the randomness of another use apart."""
@@ -187,6 +197,7 @@ class Engine:
 
     def reconstruct(self, server: Tensors, samples: Samples, when: int) -> Tensors:
         """name -> [U, ...]: the private part of clients that keep nothing, rebuilt by their first stage on all of these samples."""
+        self.enter(when)
         kernel_check.rebuilding(self, server, samples, when)
         answer = self.algorithm.answer(server)
         rebuilt: Tensors = {}
@@ -204,45 +215,68 @@ class Engine:
 
     def adapt(self, server: Tensors, store: ClientStore, samples: Samples, when: int) -> None:
         """Clients learn what is private to them, all that they are sent being frozen; `store` is updated and nothing is uploaded."""
+        self.enter(when)
         answer = self.algorithm.answer(server)
         clients = torch.from_numpy(samples.clients).to(self.device)
         sent = sent_to(answer, clients)
-        if sent.any() and any(name in store.tensors for name in self.algorithm.tables):
-            merge_whole_tables(self.algorithm, clients[torch.from_numpy(sent).to(self.device)], answer, store)
+        before = merge(self.algorithm, samples, answer, sent, store)
         for block in self.packed(samples, 2 * self.algorithm.local_epochs + sent, when, self.block_rows):
-            self.run_block(block, answer, store, frozen=True)
+            self.run_block(block, answer, store, before, frozen=True)
 
-    def run_block(self, block: Block, answer: Answer, store: ClientStore, frozen: bool = False) -> tuple[Tensor, Tensors, int]:
-        """Receive (own tables are merged by now), train, keep; returns the losses [C] and what is uploaded of shared tables.
+    def run_block(self, block: Block, answer: Answer, store: ClientStore, before: Before | None, frozen: bool = False) -> Done:
+        """Receive (own tables are merged by now), train, upload, keep.
 
-        frozen: only what is private is trained.
+        before: what clients kept before the merge. frozen: only what is private is trained, and nothing uploaded.
         """
-        algorithm = self.algorithm if block.epochs == self.algorithm.local_epochs else replace(self.algorithm, local_epochs=block.epochs)
-        own_tables = [name for name in algorithm.tables if name in store.tensors]
-        own = store.rows(block.clients, block.rows, algorithm.tables)
+        algorithm = self.algorithm.with_epochs(block.epochs)
         sent = sent_rows(answer, block.clients, block.rows, algorithm.tables) if block.sent else {}
-        held = own if own_tables and block.sent else vmapped(algorithm.receive, own, sent)
+        held = self.received(block, sent, store, before)
         loss = torch.zeros(len(block.clients), dtype=self.dtype, device=self.device)
-        moved = epoch = 0
+        updates = epoch = 0
         stages = algorithm.stages(sent)
-        check_stages(algorithm, stages, held)
+        check_stages(algorithm, stages, held, sent)
         for stage in of_private(stages, store.tensors) if frozen else stages:
             held, loss, steps = self.work(block.part(stage), held, sent, stage, epoch)
             epoch += stage.epochs
-            for name in own_tables:
-                shrink_untouched(store, block.clients, name, stage.phases, steps)
+            for name in algorithm.own_tables:
+                move_untouched(store, block.clients, name, stage.phases, steps, answer if block.sent else Answer())
             sizes = [trained_size(held[n], n in algorithm.tables, block) for phase in stage.phases for n in phase.names]
-            moved += int((steps.cpu().numpy() * np.sum(sizes, axis=0)).sum()) if sizes else 0
-        for name in store.tensors:
-            if name in algorithm.tables:
-                flat = held[name].flatten(0, 1)[block.valid]
+            updates += int((steps.cpu().numpy() * np.sum(sizes, axis=0)).sum()) if sizes else 0
+        samples = block.count.to(self.dtype)
+        uploaded = {} if frozen else vmapped(algorithm.upload, held, sent, samples)
+        stored = tuple(name for name in algorithm.own_tables if name in uploaded)
+        uploaded = {name: value for name, value in uploaded.items() if name not in stored}
+        if stored and not uploads_as_stored(algorithm, held, sent, samples, store):
+            uploaded, stored = {**uploaded, **upload_whole(algorithm, block, held, samples, answer, store)}, ()
+        self.write_back(block, vmapped(algorithm.keep, held, sent), store)
+        return Done(block, loss, uploaded, stored, updates)
+
+    def received(self, block: Block, sent: Tensors, store: ClientStore, before: Before | None) -> Tensors:
+        """What the clients of a block hold when they begin to train."""
+        algorithm, merged = self.algorithm, before is not None and block.sent in before.merged
+        own = store.rows(block.clients, block.rows, algorithm.tables)
+        if merged and before is not None and not before.tensors:  # all that receive makes is in the store by now
+            return own
+        held = vmapped(algorithm.receive, before.rows(block, algorithm) if merged and before is not None else own, sent)
+        for name in algorithm.own_tables:
+            if name not in held:
+                raise UsageError(f"{algorithm.name}: receive must return the own table {name!r}: own[{name!r}], or what becomes of it")
+        return {**held, **{name: own[name] for name in algorithm.own_tables}} if merged else held
+
+    def write_back(self, block: Block, kept: Tensors, store: ClientStore) -> None:
+        """What clients keep goes into the store: touched rows of own tables, everything else whole."""
+        if type(self.algorithm).keep is not Algorithm.keep:
+            for name in kept.keys() - store.tensors.keys():
+                raise UsageError(f"{self.algorithm.name}: keep returns {name!r}, which init_client does not make")
+            for name in self.algorithm.own_tables:
+                if name not in kept:
+                    raise UsageError(f"{self.algorithm.name}: keep must return the own table {name!r}: its rows, or sent or received ones")
+        for name in store.tensors.keys() & kept.keys():
+            if name in self.algorithm.tables:
                 client = store.place(block.clients)[:, None].expand_as(block.rows).reshape(-1)[block.valid]
-                store.tensors[name][client, block.rows.reshape(-1)[block.valid]] = flat
+                store.tensors[name][client, block.rows.reshape(-1)[block.valid]] = kept[name].flatten(0, 1)[block.valid]
             else:
-                store.write(block.clients, name, held[name])
-        if own_tables or frozen:
-            return loss, {}, moved
-        return loss, vmapped(algorithm.upload, held, sent, block.count.to(self.dtype)), moved
+                store.write(block.clients, name, kept[name])
 
     def work(self, block: Block, held: Tensors, sent: Tensors, stage: Stage, epoch: int = 0) -> tuple[Tensors, Tensor, Tensor]:
         """One stage of a block: its closed form, a fused kernel where one fits, else step by step over the mapped functions.
@@ -277,7 +311,7 @@ class Engine:
             solved = ridge.solve(plan, block.local.numpy(), block.label.numpy(), block.counts, {n: t.numpy() for n, t in sent.items()})
             return {**held, **{name: torch.from_numpy(value) for name, value in solved.items()}}, nothing, nothing
         weight = torch.arange(block.local.shape[1], device=self.device) < block.count[:, None]
-        batch = Batch(block.local, block.label, weight.to(self.dtype))
+        batch = Batch(block.local, block.label, weight.to(self.dtype), block.real.to(self.dtype))
         return {**held, **vmapped(self.algorithm.solve, held, sent, batch)}, nothing, nothing
 
     def train_on_gpu(self, block: Block, held: Tensors, stage: Stage, epoch: int = 0) -> tuple[Tensors, Tensor, Tensor]:
@@ -293,9 +327,10 @@ class Engine:
         """The same for any algorithm: vmap(grad) and a per-client optimizer, finished clients frozen by a mask."""
         a, phases = self.algorithm, stage.phases
         size = stage.batch_size or block.local.shape[1]
-        optimizer = {n: new_state(held[n]) for phase in phases for n in phase.names}
+        optimizer = {f"{place}/{name}": new_state(held[name]) for place, phase in enumerate(phases) for name in phase.names}
         progress = Progress.start(block.count, self.dtype)
-        real = {name: block.real.to(self.dtype) for name in a.tables}
+        rows = block.real.to(self.dtype)
+        real = dict.fromkeys(a.tables, rows)
         batches = -(-block.counts[block.counts > 0] // size)
         for e in range(epoch, epoch + stage.epochs):
             order = block.order(e, size)
@@ -305,7 +340,7 @@ class Engine:
                     break
                 take = order[:, start : start + size]
                 weight = (take < block.count[:, None]).to(self.dtype)
-                batch = Batch(block.local.gather(1, take), block.label.gather(1, take), weight)
+                batch = Batch(block.local.gather(1, take), block.label.gather(1, take), weight, rows)
                 held, optimizer, progress = self.step(a.loss, phases, held, sent, batch, optimizer, progress, real)
                 if stage.max_steps is not None:
                     progress = progress.until(stage.max_steps)
@@ -313,32 +348,36 @@ class Engine:
         return held, progress.mean(), progress.steps
 
     def uploads(self, clients: np.ndarray, tensors: Mapping[str, Tensor | Rows]) -> Uploads:
-        return Uploads(
-            self.world, torch.from_numpy(clients).to(self.device), tensors, self.algorithm.travels_whole(self.world), self.algorithm.summed
-        )
+        a = self.algorithm
+        who = torch.from_numpy(clients).to(self.device)
+        return Uploads(self.world, who, tensors, a.travels_whole(self.world), a.summed, bits=a.bits(self.world))
 
-    def collect_own(self, store: ClientStore, samples: Samples) -> Uploads:
-        """What clients with tables of their own upload: whole, from the store."""
+    def from_store(self, store: ClientStore, samples: Samples) -> Tensors:
+        """What clients upload that keep all they hold: whole tables as they lie in the store."""
         everybody = np.array_equal(samples.clients, np.arange(store.clients.start, store.clients.stop))
         own = store.read(torch.from_numpy(samples.clients).to(self.device), whole=everybody)
         counts = torch.from_numpy(samples.counts).to(self.device, self.dtype)
-        return self.uploads(samples.clients, vmapped(self.algorithm.upload, own, {}, counts))
+        return vmapped(self.algorithm.upload, own, {}, counts)
 
-    def collect(self, parts: list[tuple[Block, Tensors]], samples: Samples) -> Uploads:
+    def collect(self, done: list[Done], samples: Samples, store: ClientStore) -> Uploads:
         """Stack what the blocks uploaded in the order of the cohort, so that sums do not depend on how it was cut."""
         tables = self.algorithm.tables
         tensors: dict[str, Tensor | Rows] = {}
-        position = torch.from_numpy(np.concatenate([block.position for block, _ in parts])).to(self.device)
-        for name in parts[0][1]:
-            if name not in tables:
-                stacked = torch.cat([part[name] for _, part in parts])
-                tensors[name] = torch.empty_like(stacked).index_copy_(0, position, stacked)
-                continue
-            value = torch.cat([part[name].flatten(0, 1)[block.valid] for block, part in parts])
-            item = torch.cat([block.rows.reshape(-1)[block.valid] for block, _ in parts])
-            client = np.concatenate([np.repeat(block.position, block.touched) for block, _ in parts])
-            order = torch.from_numpy(np.argsort(client, kind="stable")).to(self.device)
-            tensors[name] = Rows(torch.from_numpy(samples.touched).to(self.device), item[order], value[order])
+        for name in dict.fromkeys(name for one in done for name in (*one.uploaded, *one.stored)):
+            having = [one for one in done if name in one.uploaded]
+            if tables.get(name) == SHARED:
+                value = torch.cat([one.uploaded[name].flatten(0, 1)[one.block.valid] for one in done])
+                item = torch.cat([one.block.rows.reshape(-1)[one.block.valid] for one in done])
+                client = np.concatenate([np.repeat(one.block.position, one.block.touched) for one in done])
+                order = torch.from_numpy(np.argsort(client, kind="stable")).to(self.device)
+                tensors[name] = Rows(torch.from_numpy(samples.touched).to(self.device), item[order], value[order])
+            elif not having:
+                tensors[name] = self.from_store(store, samples)[name]
+            else:
+                stacked = torch.cat([one.uploaded[name] for one in having])
+                everyone = self.from_store(store, samples)[name].clone() if len(having) < len(done) else torch.empty_like(stacked)
+                position = np.concatenate([one.block.position for one in having])
+                tensors[name] = everyone.index_copy_(0, torch.from_numpy(position).to(self.device), stacked)
         return self.uploads(samples.clients, tensors)
 
 
@@ -398,25 +437,3 @@ def trained_size(value: Tensor, table: bool, block: Block) -> np.ndarray:
     """[C] numbers of one name that each client trains."""
     each = int(np.prod(value.shape[2:] if table else value.shape[1:]))
     return each * (block.touched if table else np.ones(len(block.touched), np.int64))
-
-
-def shrink_untouched(store: ClientStore, clients: Tensor, name: str, phases: tuple[Phase, ...], steps: Tensor) -> None:
-    """Weight decay on the rows of the clients' own tables that no sample touches: (1 - lr·weight_decay)^steps, all at once.
-
-    It also meets the touched rows, which are written afterwards.
-    """
-    decay = math.prod(phase.decay(name) for phase in phases)
-    if decay != 1:
-        table = store.tensors[name]
-        factor = decay ** steps.to(table.device, table.dtype)
-        at = store.place(clients)
-        table[at] = table[at] * factor.view(-1, *[1] * (table.dim() - 1))
-
-
-def merge_whole_tables(algorithm: Algorithm, clients: Tensor, answer: Answer, store: ClientStore) -> None:
-    """`receive` on all rows of the clients' own tables: rows that no sample touches are merged too."""
-    items = max(store.tensors[name].shape[1] for name in algorithm.tables if name in store.tensors)
-    for chunk in clients.split(max(1, FULL_ROWS // items)):
-        for name, value in vmapped(algorithm.receive, store.read(chunk), sent_whole(answer, chunk)).items():
-            if name in store.tensors:
-                store.write(chunk, name, value)

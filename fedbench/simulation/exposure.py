@@ -8,6 +8,8 @@ the rows' ids alone and not at their values.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import torch
 from numba import njit, prange
@@ -25,7 +27,7 @@ ITEMS = 64
 """items whose rows are compared at once"""
 
 
-def exposure(uploads: Uploads, tables: tuple[str, ...], split: Split, seed: int, when: int, own: range | None = None) -> dict[str, float]:
+def exposure(uploads: Uploads, tables: Collection[str], split: Split, seed: int, when: int, own: range | None = None) -> dict[str, float]:
     """exposure/auc, and exposure/auc_rows by ids alone: means over a seeded sample of the cohort; {} if no table is uploaded.
 
     own: this rank's clients, if ranks share the run; each looks at its own.

@@ -264,6 +264,8 @@ class Federation:
     def evaluated(self, evaluate: Callable[[ClientStore, Answer], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         """What an evaluation finds for all clients, each rank for its own."""
 
+        self.evaluator.algorithm = self.algorithm.at(self.round, self.engine.world)
+
         def part() -> Tensors:
             found, own = evaluate(self.private(), self.algorithm.answer(self.server)), self.store.clients
             held, sample = self.split.held, self.split.sample

@@ -77,7 +77,7 @@ def step(
     steps = progress.steps + moves.to(progress.steps.dtype)
     optimizer = dict(optimizer)
     value = progress.total.new_zeros(())
-    for phase in phases:
+    for place, phase in enumerate(phases):
 
         def of(part: Tensors, rest: Tensors, sent: Tensors, batch: Batch) -> Tensor:
             return loss({**rest, **part}, sent, batch)
@@ -87,9 +87,12 @@ def step(
         gradient, value = gradients(of, part, rest, sent, batch)
         if phase.clip:
             gradient = clipped(gradient, phase.clip, real)
+        known = {**held, **sent}  # a target is what was sent, for touched rows as for others
         for name in phase.names:
-            moved, optimizer[name] = update(held[name], gradient[name], optimizer[name], steps, moves, phase)
-            held = {**held, name: moved}
+            toward = known[phase.pull[name].target] if name in phase.pull else None
+            state = optimizer[f"{place}/{name}"]
+            moved, state = update(name, held[name], gradient[name], toward, state, (steps, moves), phase)
+            held, optimizer[f"{place}/{name}"] = {**held, name: moved}, state
     total = progress.total + torch.where(moves, value * size, torch.zeros_like(size))
     seen = progress.seen + torch.where(moves, size, torch.zeros_like(size))
     return held, optimizer, Progress(steps, progress.active, total, seen, progress.before)
@@ -104,17 +107,31 @@ def clipped(gradient: Tensors, limit: float, real: Tensors) -> Tensors:
 
 
 def update(
-    parameter: Tensor, gradient: Tensor, state: tuple[Tensor, Tensor], steps: Tensor, moves: Tensor, phase: Phase
+    name: str,
+    parameter: Tensor,
+    gradient: Tensor,
+    toward: Tensor | None,
+    state: tuple[Tensor, Tensor],
+    progress: tuple[Tensor, Tensor],
+    phase: Phase,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """One optimizer step of every client that moves; parameter and gradient [C, ...], steps and moves [C]."""
+    """One optimizer step of every client that moves; parameter, gradient and toward (where it is pulled to) [C, ...].
+
+    progress: steps and moves [C], how many steps a client has made with this one and whether it makes it.
+    """
     shape = (-1, *[1] * (parameter.dim() - 1))
-    moves = moves.view(shape)
+    steps, moves = progress[0].clamp(min=1).view(shape), progress[1].view(shape)
+    rate = phase.rate(name) if phase.lr_decay == 1 else phase.rate(name) * phase.lr_decay ** (steps - 1)
+    pull = 0.0 if toward is None else phase.pull[name].weight * (parameter - toward)
     if phase.optimizer == "sgd":
-        return torch.where(moves, parameter - phase.lr * gradient, parameter), state
-    steps = steps.clamp(min=1).view(shape)
+        slope = gradient + phase.weight_decay * parameter + pull if phase.weight_decay or toward is not None else gradient
+        first = phase.momentum * state[0] + slope if phase.momentum else slope
+        moved = torch.where(moves, parameter - rate * first, parameter)
+        return moved, (torch.where(moves, first, state[0]), state[1]) if phase.momentum else state
     first = fused.BETA1 * state[0] + (1 - fused.BETA1) * gradient
     second = fused.BETA2 * state[1] + (1 - fused.BETA2) * gradient * gradient
-    rate = phase.lr / (1 - fused.BETA1**steps)
-    moved = parameter * (1 - phase.lr * phase.weight_decay) if phase.optimizer == "adamw" else parameter
-    moved = moved - rate * first / (second.sqrt() / (1 - fused.BETA2**steps).sqrt() + fused.EPSILON)
+    corrected = rate / (1 - fused.BETA1**steps)
+    moved = parameter * (1 - rate * phase.weight_decay) if phase.optimizer == "adamw" else parameter
+    moved = moved if toward is None else moved - rate * pull
+    moved = moved - corrected * first / (second.sqrt() / (1 - fused.BETA2**steps).sqrt() + fused.EPSILON)
     return torch.where(moves, moved, parameter), (torch.where(moves, first, state[0]), torch.where(moves, second, state[1]))

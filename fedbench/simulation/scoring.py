@@ -19,8 +19,9 @@ from fedbench.kernels.ranking import rank_unseen
 from fedbench.simulation import kernel_check
 from fedbench.simulation.blocks import pad
 from fedbench.simulation.client_store import ClientStore
-from fedbench.simulation.engine import FULL_ROWS, in_place
+from fedbench.simulation.engine import in_place
 from fedbench.simulation.generic import vmapped
+from fedbench.simulation.own_tables import FULL_ROWS
 from fedbench.simulation.sending import sent_rows, sent_whole
 
 MANY_SCORES = 1 << 20

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from fedbench.contract.algorithm import Answer, Tensors
+from fedbench.contract.uploads import number_size
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-def bytes_down(answer: Answer, clients: int, whole: Mapping[str, int] = MappingProxyType({})) -> int:
-    """Size of what the server sent to that many clients; of the tables in `whole` that many rows to each."""
-    shared = sum(t.numel() * t.element_size() for t in answer.shared.values())
-    personal = sum(whole.get(name, 1) * math.prod(t.shape[1:]) * t.element_size() for name, t in answer.personal.items())
+def bytes_down(answer: Answer, clients: int, whole: Mapping[str, int] = NOTHING, bits: Mapping[str, float] = NOTHING) -> int:
+    """Size of what the server sent to that many clients; of the tables in `whole` that many rows to each, of `bits` see Algorithm.bits."""
+    shared = sum(math.ceil(t.numel() * number_size(t, bits.get(name)) / 8) for name, t in answer.shared.items())
+    personal = sum(
+        whole.get(name, 1) * math.ceil(math.prod(t.shape[1:]) * number_size(t, bits.get(name)) / 8) for name, t in answer.personal.items()
+    )
     return clients * (shared + personal)
 
 
@@ -24,7 +30,7 @@ def sent_to(answer: Answer, clients: Tensor) -> np.ndarray:
     return np.full(len(clients), bool(answer.shared)) if answer.slot is None else (answer.slot[clients] >= 0).cpu().numpy()
 
 
-def sent_rows(answer: Answer, clients: Tensor, rows: Tensor, tables: tuple[str, ...]) -> Tensors:
+def sent_rows(answer: Answer, clients: Tensor, rows: Tensor, tables: Collection[str]) -> Tensors:
     """What these clients were sent: the rows [C, T, ...] of tables, everything else whole [C, ...]."""
     sent = {name: value[rows] if name in tables else value.expand(len(clients), *value.shape) for name, value in answer.shared.items()}
     if answer.slot is not None:

@@ -16,7 +16,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -421,7 +421,7 @@ def in_chunks(value: Tensor | Picked) -> Iterator[Tensor]:
         yield from value.split(at_once(value)) if value.dim() else [value]
 
 
-def joined(work: Callable[[], Round | None], make: Callable[[], Uploads], start: int, tables: tuple[str, ...]) -> Round:
+def joined(work: Callable[[], Round | None], make: Callable[[], Uploads], start: int, tables: Collection[str]) -> Round:
     """The round of a whole cohort, of which each rank runs a part (None if it has no client of it), its clients from `start` on.
 
     Uploads named in `tables`, whole or rows of them, stay where they are; all else goes to every rank.
