@@ -15,7 +15,7 @@ GOOD = '''"""Matrix factorisation with a bias an item."""
 from dataclasses import dataclass
 from typing import ClassVar
 import torch
-from fedbench.contract.algorithm import Algorithm, Answer, Phase, Stage, bce
+from fedbench.contract.algorithm import SHARED, Algorithm, Answer, Phase, Stage, bce
 from fedbench.contract.registry import register
 
 
@@ -27,7 +27,7 @@ class Mine(Algorithm):
     lr: float = 0.02
     """local learning rate"""
     average: str = "touching"
-    tables = ("items", "bias")
+    tables = {"items": SHARED, "bias": SHARED}
     choices = {**Algorithm.choices, "average": ("touching", "cohort")}
     published = {"average": "cohort", "lr": 0.1}
 
@@ -124,13 +124,13 @@ MISTAKES = {
     "a phase of an unknown name": ('("user", "items", "bias"), self.lr', '("usr",), self.lr', "", "phases", "'usr'.*did you mean user"),
     "an unknown optimizer": ("self.lr),)", 'self.lr, "SGD"),)', "", "phases", "no optimizer 'SGD'"),
     "a table that nobody makes": (
-        'tables = ("items", "bias")',
-        'tables = ("items", "bias", "bais")  # HERE',
+        'tables = {"items": SHARED, "bias": SHARED}',
+        'tables = {"items": SHARED, "bias": SHARED, "bais": SHARED}  # HERE',
         "",
         "tables",
         "did you mean 'bias'",
     ),
-    "a forgotten table": ('tables = ("items", "bias")', 'tables = ("items",)', "", "phases", "tables = \\('items', 'bias'\\)"),
+    "a forgotten table": ('tables = {"items": SHARED, "bias": SHARED}', 'tables = {"items": SHARED}', "", "phases", "'bias': SHARED"),
     "no loss at all": ("def loss(self", "def my_own(self", "", "Mine", "Mine has no function loss"),
     # ---- uploads
     "dense for rows": (AGGREGATE, "return {**server, 'items': uploads.dense('items').sum(0)}  # HERE", "", "aggregate", "uploads.rows"),
@@ -140,7 +140,7 @@ MISTAKES = {
     # ---- the class
     "a misspelt hook": ("def aggregate(", "def agregate(", "", "agregate", "did you mean 'aggregate'"),
     "another misspelt hook": ("def init_client(", "def init_clients(", "", "init_clients", "did you mean 'init_client'"),
-    "a misspelt setting": ("tables = (", "table = (", "", "table", "did you mean 'tables'"),
+    "a misspelt setting": ("tables = {", "table = {", "", "table", "did you mean 'tables'"),
     "a hook with too few arguments": ("def score(self, own, sent)", "def score(self, own)", "", "score", r"score\(self, own, sent\)"),
     "a hook with too many": ("def upload(self, held, sent, samples)", "def upload(self, held, sent, samples, more)", "", "upload", "more"),
     "a hook without self": ("def score(self, own, sent)", "def score(own, sent)", "", "score", "needs self"),
@@ -154,7 +154,7 @@ MISTAKES = {
     "choices that forget the base's": ("{**Algorithm.choices, ", "{", "", "choices", "sampling"),
     "a published key of no field": ('published = {"average"', 'published = {"avarage"', "", "published", "did you mean 'average'"),
     "a published value outside": ('published = {"average": "cohort"', 'published = {"average": "all"', "", "published", "must be one of"),
-    "tables in one word": ('tables = ("items", "bias")', 'tables = "items"', "", "tables", "tuple of names"),
+    "tables in one word": ('tables = {"items": SHARED, "bias": SHARED}', 'tables = "items"', "", "tables", "dict that says who keeps each"),
     "no dataclass": ("@dataclass(frozen=True)\n", "", "", "Mine", "put @dataclass"),
     "a field that hides a hook": ("lr: float = 0.02", "score: float = 0.02", "", "score", "hides|must be a function"),
 }
@@ -162,7 +162,7 @@ MISTAKES = {
 AT_IMPORT = {
     "not frozen": ("@dataclass(frozen=True)", "@dataclass  # HERE", "frozen=True"),
     "no summary": ('@register("mine", summary="items shared, users private")', '@register("mine")  # HERE', "needs a name and a summary"),
-    "a wrong import": ("import Algorithm, Answer", "import Algorithmus, Answer", "cannot import name 'Algorithmus'"),
+    "a wrong import": ("import SHARED, Algorithm, Answer", "import SHARED, Algorithmus, Answer", "cannot import name 'Algorithmus'"),
     "a class of the old place": (
         "from fedbench.contract.registry import register",
         "from fedbench.errors import register",

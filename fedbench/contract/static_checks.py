@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from fedbench.contract.algorithm import Algorithm
+from fedbench.contract.algorithm import KEEPERS, Algorithm
 from fedbench.contract.plugin_errors import fault, is_ours, meant
 
 KINDS = (int, float, str, bool, Path)
@@ -171,9 +171,15 @@ def _shape(name: str, thing: Any) -> str:
 
 def _check_facts(cls: type[Algorithm]) -> None:
     """What a class says of itself is read by others, who rely on its form."""
-    if isinstance(cls.tables, str) or not _are_words(tuple(cls.tables) if isinstance(cls.tables, Mapping) else cls.tables):
-        raise fault(cls, "tables", f"tables must be a tuple of names, such as ('items',), not {cls.tables!r}")
-    for name in ("summed", "mailed"):
+    if not isinstance(cls.tables, Mapping) or not _are_words(tuple(cls.tables)):
+        raise fault(cls, "tables", f"tables must be a dict that says who keeps each, such as {{'items': SHARED}}, not {cls.tables!r}")
+    for name, keeper in cls.tables.items():
+        if keeper not in KEEPERS:
+            raise fault(cls, "tables", f"{name!r} in tables must be SHARED (the server keeps it) or OWN (each client), not {keeper!r}")
+    for name in cls.scores if _are_words(cls.scores) else ():
+        if not callable(getattr(cls, f"score_{name}", None)):
+            raise fault(cls, "scores", f"scores names {name!r}, but there is no function score_{name}(self, own, sent)")
+    for name in ("summed", "mailed", "scores"):
         if not _are_words(getattr(cls, name, ())):
             raise fault(cls, name, f"{name} must be a tuple of names, not {getattr(cls, name)!r}")
     if not isinstance(cls.published, Mapping) or not _are_words(tuple(cls.published)):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedbench.contract.algorithm import Algorithm, Answer, Phase, Stage
+from fedbench.contract.algorithm import OWN, SHARED, Algorithm, Answer, Phase, Stage
 from fedbench.contract.plugin_errors import blame, fault, is_ours, meant
 from fedbench.errors import FedbenchError
 
@@ -55,10 +55,17 @@ def look_back(algorithm: Algorithm, seen: Seen) -> None:
     declared = next((base for base in cls.__mro__ if "tables" in vars(base)), Algorithm)
     if is_ours(declared) or not seen.names:
         return
-    for name in cls.tables:
+    for name, keeper in cls.tables.items():
+        if keeper == OWN and name not in seen.kept:
+            hint = meant(name, seen.kept)
+            raise fault(cls, "tables", f"tables says that clients keep {name!r}, but init_client does not make it{hint}")
+        if keeper == SHARED and name in seen.kept:
+            raise fault(cls, "tables", f"init_client makes {name!r}, so clients keep it; write {name!r}: OWN in tables")
         if name not in seen.names:
             hint = meant(name, seen.names)
-            raise fault(cls, "tables", f"tables names {name!r}, which neither init_client nor answer gives{hint}; drop it or make it")
+            raise fault(
+                cls, "tables", f"tables names {name!r}, which neither init_client, answer nor upload gives{hint}; drop it or make it"
+            )
 
 
 def _watched(cls: type[Algorithm], name: str, check: Callable[..., None], seen: Seen) -> Callable[..., Any]:
@@ -204,25 +211,15 @@ def _stages(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None
     if not isinstance(found, tuple | list) or isinstance(found, Stage) or not all(isinstance(one, Stage) for one in found):
         raise fault(cls, hook, f"stages returned {_kind(found)}; expected a tuple of Stage, such as (Stage(self.phases(sent)),)")
     for place, stage in enumerate(found, 1):
-        if problem := stage.problem(seen.names):
+        if problem := stage.problem(seen.names, given[0]):
             raise fault(cls, hook, f"{f'stage {place}: ' if len(found) > 1 else ''}{problem}")
         for name in (name for phase in stage.phases for name in phase.names):
-            _refuse_untrainable(cls, hook, seen, name, given[0])
+            _refuse_untrainable(cls, hook, seen, name)
 
 
-def _refuse_untrainable(cls: type[Algorithm], hook: str, seen: Seen, name: str, sent: Collection[str]) -> None:
+def _refuse_untrainable(cls: type[Algorithm], hook: str, seen: Seen, name: str) -> None:
     if name in seen.a_row_an_item:
-        raise fault(
-            cls, hook, f"{name!r} is trained and has one row an item, but is no table; write tables = {(*cls.tables, name)} in the class"
-        )
-    own = [table for table in cls.tables if table in seen.kept]
-    if own and name in sent and name not in seen.kept:  # the engine merges what is sent into own tables, and trains what is kept alone
-        raise fault(
-            cls,
-            hook,
-            f"a client that keeps a table of its own ({own[0]!r}) cannot train {name!r}, which is only sent; "
-            f"return {name!r} from init_client too (adding-an-algorithm.md)",
-        )
+        raise fault(cls, hook, f"{name!r} is trained and has one row an item, but is no table; write {name!r}: SHARED (or OWN) in tables")
 
 
 def _loss(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
@@ -257,6 +254,7 @@ def _solve(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
 def _upload(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
     held = given[0]
     for name, value in _tensors(cls, "upload", found).items():
+        seen.names.add(name)
         if name in cls.tables and name in held and value.shape[:1] != held[name].shape[:1]:
             raise fault(
                 cls,
