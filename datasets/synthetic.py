@@ -168,8 +168,8 @@ def _generate(options: DatasetOptions, folder: Path) -> None:
         tastes = Draw(options.data_seed, 0, who, torch.float64).normal("synthetic/tastes", RANK).numpy() / np.sqrt(RANK)
         user, item, when = (np.empty(rows.stop - rows.start, kind) for kind in (np.int32, np.int32, np.int64))
         liking = np.empty(len(item))
-        _choose(keys(options.data_seed, 0, "synthetic/rows", who), who, tastes, traits, cumulated, guide, np.log(weight),
-                ptr[who[0] : who[-1] + 2] - rows.start, user, item, liking, when)  # fmt: skip
+        stream, mine = keys(options.data_seed, 0, "synthetic/rows", who), ptr[who[0] : who[-1] + 2] - rows.start
+        _choose(stream, who, tastes, traits, (cumulated, guide, np.log(weight)), mine, (user, item, liking, when))
         bounds = bounds if len(bounds) else np.quantile(liking, RATING_SHARES)
         met = _code(item, code, met)
         for name, value in (("user", user), ("item", item), ("rating", 1.0 + np.searchsorted(bounds, liking)), ("time", when)):
@@ -199,20 +199,17 @@ def _choose(
     who: np.ndarray,
     tastes: np.ndarray,
     traits: np.ndarray,
-    cumulated: np.ndarray,
-    guide: np.ndarray,
-    log_weight: np.ndarray,
+    popularity: tuple[np.ndarray, np.ndarray, np.ndarray],
     ptr: np.ndarray,
-    user: np.ndarray,
-    item: np.ndarray,
-    liking: np.ndarray,
-    when: np.ndarray,
+    out: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
 ) -> None:
     """Each user's rows in the order of time: distinct items, the best by taste and chance among some that were drawn by popularity.
 
-    Where those would be half of all items or more, or too few of them differ, among all items. guide [M]: where in `cumulated` the search
-    for a share of its last entry begins, for each M-th.
+    Where those would be half of all items or more, or too few of them differ, among all items.
+    popularity: weights summed up, where in them the search for a share of their total begins, for each M-th; and their logarithms.
+    out: user, item, liking and time of each row.
     """
+    (cumulated, guide, log_weight), (user, item, liking, when) = popularity, out
     items = len(traits)
     for c in prange(stream.size):
         begin, count = ptr[c], ptr[c + 1] - ptr[c]

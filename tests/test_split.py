@@ -16,9 +16,10 @@ from scipy import stats
 
 from fedbench.contract.dataset import Interactions
 from fedbench.data.protocol import PRESETS, Protocol
-from fedbench.data.sampling import Samples, _outside, cohort_of, sample_round
-from fedbench.data.split import Split, smallest, split, unseen
+from fedbench.data.sampling import Samples, cohort_of, sample_round
+from fedbench.data.split import Split, smallest, split
 from fedbench.errors import DataError
+from fedbench.kernels.sampling import outside, unseen
 
 SPLITS = ("time", "random", "item-order")
 small = settings(max_examples=25, deadline=None)
@@ -357,6 +358,6 @@ def test_the_smallest_keys_are_those_that_a_whole_sort_finds(size: int, share: f
 def test_the_list_of_unseen_items_is_what_the_search_finds(items: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     seen = np.sort(rng.choice(items, rng.integers(0, items + 1), replace=False)).astype(np.int32)
-    listed = _outside(seen, items)
+    listed = outside(seen, items)
     assert listed.tolist() == sorted(set(range(items)) - set(seen.tolist()))
     assert listed.tolist() == [unseen(seen, rank) for rank in range(items - len(seen))]

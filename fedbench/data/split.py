@@ -18,6 +18,7 @@ from fedbench.contract.randomness import keys, purpose_base
 from fedbench.data.protocol import Protocol
 from fedbench.errors import DataError, UsageError
 from fedbench.kernels.hashing import below, mix
+from fedbench.kernels.sampling import unseen
 
 log = logging.getLogger("fedbench")
 
@@ -142,19 +143,6 @@ def _pair_hash(base: np.uint64, user: np.ndarray, item: np.ndarray) -> np.ndarra
     for r in range(user.size):
         out[r] = mix(base ^ mix(np.uint64(user[r]) * np.uint64(0x100000001B3) + np.uint64(item[r])))
     return out
-
-
-@njit(inline="always", cache=True)
-def unseen(seen: np.ndarray, rank: np.int64) -> np.int64:
-    """The rank-th item (from 0) that is not in the sorted list `seen`: a binary search, no rejection."""
-    low, high = 0, seen.size
-    while low < high:
-        middle = (low + high) // 2
-        if seen[middle] - middle <= rank:
-            low = middle + 1
-        else:
-            high = middle
-    return rank + low
 
 
 @njit(parallel=True, nogil=True, cache=True)

@@ -330,7 +330,7 @@ class Engine:
         optimizer = {f"{place}/{name}": new_state(held[name]) for place, phase in enumerate(phases) for name in phase.names}
         progress = Progress.start(block.count, self.dtype)
         rows = block.real.to(self.dtype)
-        real = dict.fromkeys(a.tables, rows)
+        tables = tuple(a.tables)
         batches = -(-block.counts[block.counts > 0] // size)
         for e in range(epoch, epoch + stage.epochs):
             order = block.order(e, size)
@@ -341,7 +341,7 @@ class Engine:
                 take = order[:, start : start + size]
                 weight = (take < block.count[:, None]).to(self.dtype)
                 batch = Batch(block.local.gather(1, take), block.label.gather(1, take), weight, rows)
-                held, optimizer, progress = self.step(a.loss, phases, held, sent, batch, optimizer, progress, real)
+                held, (optimizer, progress) = self.step(a.loss, phases, held, sent, batch, tables, (optimizer, progress))
                 if stage.max_steps is not None:
                     progress = progress.until(stage.max_steps)
             progress = progress.after_epoch(e - epoch, a.stop_below)

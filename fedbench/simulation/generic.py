@@ -13,6 +13,9 @@ from torch.func import grad_and_value, vmap
 from fedbench.contract.algorithm import Batch, Phase, Tensors
 from fedbench.kernels import fused
 
+Moments = dict[str, tuple[Tensor, Tensor]]
+"""of the optimizers, by place of the phase and name"""
+
 
 def vmapped(function: Callable[..., Any], *arguments: Any) -> Any:
     """`function`, written for one client, over the leading client dimension of all tensors in its arguments."""
@@ -62,20 +65,19 @@ def step(
     held: Tensors,
     sent: Tensors,
     batch: Batch,
-    optimizer: dict[str, tuple[Tensor, Tensor]],
-    progress: Progress,
-    real: Tensors,
+    tables: tuple[str, ...],
+    state: tuple[Moments, Progress],
     gradients: Callable[..., tuple[Tensors, Tensor]] = lambda loss, *given: vmapped(grad_and_value(loss), *given),
-) -> tuple[Tensors, dict[str, tuple[Tensor, Tensor]], Progress]:
+) -> tuple[Tensors, tuple[Moments, Progress]]:
     """One batch of every client in a block: each phase in turn, clients with nothing in this batch or finished unmoved.
 
-    real: for each table [C, T], 1 for a row and 0 for padding.
+    tables: names of tables, whose rows may be padding. state: the optimizers' moments, and where each client stands.
     gradients: of a loss by its first argument, with its values [C].
     """
+    optimizer, progress = dict(state[0]), state[1]
     size = batch.weight.sum(dim=1)
     moves = progress.active & (size > 0)
     steps = progress.steps + moves.to(progress.steps.dtype)
-    optimizer = dict(optimizer)
     value = progress.total.new_zeros(())
     for place, phase in enumerate(phases):
 
@@ -86,16 +88,16 @@ def step(
         rest = {name: tensor for name, tensor in held.items() if name not in part}
         gradient, value = gradients(of, part, rest, sent, batch)
         if phase.clip:
-            gradient = clipped(gradient, phase.clip, real)
+            gradient = clipped(gradient, phase.clip, dict.fromkeys(tables, batch.rows))
         known = {**held, **sent}  # a target is what was sent, for touched rows as for others
         for name in phase.names:
             toward = known[phase.pull[name].target] if name in phase.pull else None
-            state = optimizer[f"{place}/{name}"]
-            moved, state = update(name, held[name], gradient[name], toward, state, (steps, moves), phase)
-            held, optimizer[f"{place}/{name}"] = {**held, name: moved}, state
+            moments = optimizer[f"{place}/{name}"]
+            moved, moments = update(name, held[name], gradient[name], toward, moments, (steps, moves), phase)
+            held, optimizer[f"{place}/{name}"] = {**held, name: moved}, moments
     total = progress.total + torch.where(moves, value * size, torch.zeros_like(size))
     seen = progress.seen + torch.where(moves, size, torch.zeros_like(size))
-    return held, optimizer, Progress(steps, progress.active, total, seen, progress.before)
+    return held, (optimizer, Progress(steps, progress.active, total, seen, progress.before))
 
 
 def clipped(gradient: Tensors, limit: float, real: Tensors) -> Tensors:
