@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedbench.contract.algorithm import SHARED, Algorithm, Tensors, World
+from fedbench.contract.algorithm import OWN, Algorithm, Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
 
@@ -17,7 +17,7 @@ class Random(Algorithm):
     rounds: int = 1
     negatives: int = 0
 
-    tables = {"score": SHARED}
+    tables = {"score": OWN}
 
     def init_client(self, world: World, draw: Draw) -> Tensors:
         return {"score": draw.uniform("score", world.items)}
