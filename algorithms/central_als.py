@@ -14,9 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbench.contract.algorithm import Tensors, World
-from fedbench.contract.randomness import Draw
-from fedbench.contract.registry import register
+from fedbench.contract import Draw, Tensors, World, register
 from fedbench.parts.central import Central, Pool
 from fedbench.parts.fused_models import DotBCE
 

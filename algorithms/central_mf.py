@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedbench.contract.algorithm import Tensors, World
-from fedbench.contract.randomness import Draw
-from fedbench.contract.registry import register
+from fedbench.contract import Draw, Tensors, World, register
 from fedbench.parts.central import Descent, Pool
 from fedbench.parts.fused_models import TINY, DotBCE, train_pool
 

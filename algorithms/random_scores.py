@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedbench.contract.algorithm import OWN, Algorithm, Tensors, World
-from fedbench.contract.randomness import Draw
-from fedbench.contract.registry import register
+from fedbench.contract import OWN, Algorithm, Draw, Tensors, World, register
 
 
 @register("random", summary="random scores: chance level")
