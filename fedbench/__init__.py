@@ -28,6 +28,13 @@ if CHECKOUT is not None:
 old_names.install()
 
 
+def found_by_children() -> dict[str, str]:
+    """What the environment of another Python process must say so that it finds this package: a checkout is not installed."""
+    if CHECKOUT is None:
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(CHECKOUT), os.environ.get("PYTHONPATH"))))}
+
+
 def compiled_kernels() -> Path:
     """Where compiled kernels are kept: a folder for these very sources, beside them or, where nothing can be written there, elsewhere.
 

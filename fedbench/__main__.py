@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from fedbench import __version__
-from fedbench.commands.cli import guard, require_packages
+from fedbench.commands.cli import guard, leave, require_packages
 from fedbench.errors import UsageError
 from fedbench.text import nearest, say
 
@@ -56,7 +56,7 @@ def dispatch(argv: list[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return guard(dispatch, list(sys.argv[1:] if argv is None else argv))
+    return leave(guard(dispatch, list(sys.argv[1:] if argv is None else argv)))
 
 
 if __name__ == "__main__":

@@ -54,11 +54,11 @@ def results(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def worker_of_a_run(place: Path) -> int | None:
-    """The Ray worker that runs a train.py whose files are below `place`."""
+    """The Ray worker that runs a training whose files are below `place`."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if any(word.endswith("train.py") for word in words) and any(word.startswith(str(place)) for word in words):
+            if "train" in words and any(word.startswith(str(place)) for word in words):
                 return int((process / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue

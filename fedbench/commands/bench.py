@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedbench import files
+from fedbench import files, found_by_children
 from fedbench.console import columns, fitted
 from fedbench.contract import registry
 from fedbench.data.sampling import Samples
@@ -174,8 +173,8 @@ def in_processes(points: Sequence[Sequence[str]]) -> Iterator[tuple[int, Figures
         jobs = []
         for number, flags in enumerate(points):
             file = Path(work) / str(number)
-            command = [sys.executable, "-m", "fedbench", "bench", *flags, "--json", f"{file}.json"]
-            jobs.append(processes.Job(str(file), command, Path(f"{file}.log"), {"PYTHONPATH": str(processes.ROOT)}))
+            command = processes.python("-m", "fedbench", "bench", *flags, "--json", f"{file}.json")
+            jobs.append(processes.Job(str(file), command, Path(f"{file}.log"), found_by_children()))
         for event in processes.run(jobs, at_once=1):
             if event.code == 0:
                 yield 0, read(Path(f"{event.key}.json"))[0]

@@ -63,7 +63,11 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`train.py`: one run, or one a seed and fold; under torchrun a rank's part of one."""
-    code = guard(train, list(sys.argv[1:] if argv is None else argv))
+    return leave(guard(train, list(sys.argv[1:] if argv is None else argv)))
+
+
+def leave(code: int) -> int:
+    """The exit code; of several of torchrun's processes none leaves before the others may."""
     if "fedbench.simulation.workers" in sys.modules:
         from fedbench.simulation import workers
 

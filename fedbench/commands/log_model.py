@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 import tempfile
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fedbench import CHECKOUT, HERE
 from fedbench.errors import FedbenchError
 from fedbench.experiment import saved_model
 from fedbench.experiment.saved_model import Model
@@ -18,7 +21,7 @@ from fedbench.text import say
 from fedbench.tracking import mirror_process
 from fedbench.tracking.run_log import mlflow_run_of, setup_logging
 
-ROOT = Path(__file__).parents[2]
+DISTRIBUTION = "fedbench-rec"
 EPILOG = """The model is logged to the run's own copy in MLflow, or to a new one if this store has none. It holds what scoring needs, as
 safetensors and JSON, and the code that reads it; nothing is pickled. It also holds which items each user has, for these are left out of
 recommendations, so it is as private as the data. It is a command of its own and no part of a run because each copy costs disk space.
@@ -59,19 +62,38 @@ def log_model(loaded: Model, folder: Path, register: str | None = None) -> str:
     plug_in = [loaded.config.algo] if loaded.config.algo.endswith(".py") else []
     try:
         with tempfile.TemporaryDirectory() as scratch, mlflow.start_run(**_place(client, folder, experiment)):
-            saved_model.save(loaded, Path(scratch), Path(loaded.config.algo).name)
+            model = Path(scratch) / "model"
+            model.mkdir()
+            saved_model.save(loaded, model, Path(loaded.config.algo).name)
             made = mlflow.pyfunc.log_model(
                 name="recommender",
-                python_model=str(ROOT / "fedbench" / "served.py"),
-                artifacts={"model": scratch},
-                code_paths=[*(str(ROOT / room) for room in ("fedbench", "algorithms", "datasets")), *plug_in],
-                pip_requirements=str(ROOT / "requirements.txt"),
+                python_model=str(HERE / "served.py"),
+                artifacts={"model": str(model)},
+                code_paths=[str(packed(Path(scratch))), *plug_in],
+                pip_requirements=requirements(),
                 registered_model_name=register,
                 **described(loaded),
             )
     except mlflow.exceptions.MlflowException as error:
         raise FedbenchError(f"MLflow does not take the model ({mirror_process.one_line(error)})") from error
     return made.model_uri
+
+
+def packed(folder: Path) -> Path:
+    """This package in `folder` as it is when installed: algorithms and datasets inside, so that no `datasets` of ours hides another."""
+    package, leave_out = folder / "fedbench", shutil.ignore_patterns("__pycache__")
+    shutil.copytree(HERE, package, ignore=leave_out)
+    if CHECKOUT is not None:
+        for name in ("algorithms", "datasets"):
+            shutil.copytree(CHECKOUT / name, package / name, ignore=leave_out)
+    return package
+
+
+def requirements() -> str | list[str]:
+    """What the model needs to run, in pip's words: a checkout's own file, or what the installed package says of itself."""
+    if CHECKOUT is not None:
+        return str(CHECKOUT / "requirements.txt")
+    return [line for line in requires(DISTRIBUTION) or [] if "extra ==" not in line]
 
 
 def _place(client: Any, folder: Path, experiment: str) -> dict[str, Any]:

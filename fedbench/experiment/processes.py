@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedbench import files
+from fedbench import files, found_by_children
 from fedbench.files import write_json
 
 log = logging.getLogger("fedbench")
 
-ROOT = Path(__file__).parents[2]
 LOOK_SECONDS = 0.05
 END_SECONDS = 60.0
 """how long interrupted jobs may take to save their state"""
@@ -55,7 +54,7 @@ class Child(NamedTuple):
 
 
 def job(key: str, config: dict[str, Any], out: Path, work: Path, threads: int, **environment: str) -> Job:
-    """One run of train.py into `out`, or going on with what is there; its config and its log are kept in `work`."""
+    """One run into `out`, or going on with what is there; its config and its log are kept in `work`."""
     file = work / f"{key}.json"
     work.parent.mkdir(parents=True, exist_ok=True)
     files.make_folder(work)
@@ -63,7 +62,12 @@ def job(key: str, config: dict[str, Any], out: Path, work: Path, threads: int, *
     write_json(file, {name: value for name, value in config.items() if name not in ("out", "resume", "threads", "quiet")})
     words = ["--config", str(file), "--out", str(out), "--resume", "auto", "--threads", str(threads), "--quiet"]
     limits = {"OMP_NUM_THREADS": str(threads), "NUMBA_NUM_THREADS": str(threads)}
-    return Job(key, [sys.executable, str(ROOT / "train.py"), *words], work / f"{key}.log", {**environment, **limits})
+    return Job(key, python("-m", "fedbench", "train", *words), work / f"{key}.log", {**found_by_children(), **environment, **limits})
+
+
+def python(*words: str) -> list[str]:
+    """A command for this very Python. The folder that it is started in is no place for modules: what lies there is the user's."""
+    return [sys.executable, "-P", *words]
 
 
 def threads_each(given: int | None, at_once: int) -> int:

@@ -1,7 +1,7 @@
 """A sweep's points as tasks on a Ray cluster.
 
-Every machine has the same checkout and packages at the same path. A task runs train.py in a folder of its own machine and sends the
-run's folder back, so no shared disk is needed. Ray runs a task again whose worker or machine was lost.
+Every machine has the same checkout, or the same installed package, at the same path. A task is a run in a folder of its own machine
+and sends the run's folder back, so no shared disk is needed. Ray runs a task again whose worker or machine was lost.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedbench import files
+from fedbench import CHECKOUT, HERE, files, found_by_children
 from fedbench.errors import UsageError
 from fedbench.experiment import processes
 from fedbench.experiment.processes import Event
@@ -23,7 +23,6 @@ from fedbench.tracking import mirror_process
 
 RETRIES = 3
 """how often Ray repeats a task whose worker died"""
-ROOMS = ("fedbench", "algorithms", "datasets")
 PASSED_ON = ("FEDBENCH_DATA", "FEDBENCH_CACHE", "MLFLOW_TRACKING_URI")
 
 
@@ -50,7 +49,7 @@ def run(tasks: Mapping[str, Task], folder: Path, cpus: int, gpus: float) -> Gene
     if any(task.told["mlflow"] for task in tasks.values()) and not mirror_process.tracking_uri().startswith("http"):
         raise UsageError("--backend ray logs to an MLflow server: set MLFLOW_TRACKING_URI=http://host:5000, or use --no-mlflow")
     passed = {key: os.environ[key] for key in PASSED_ON if key in os.environ}
-    environment = {**passed, "PYTHONPATH": str(processes.ROOT)}
+    environment = {**passed, **found_by_children()}
     there = os.environ.get("RAY_ADDRESS")
     here: dict[str, Any] = {} if there else {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     ray.init(address=there, runtime_env={"env_vars": environment}, log_to_driver=False, logging_level="ERROR", **here)
@@ -107,9 +106,7 @@ def run_point(task: Task, threads: int, code: str) -> Outcome:
     """Run one point; called on a machine of the cluster."""
     began = time.monotonic()
     if source_digest() != code:
-        return Outcome(
-            1, 0.0, f"fedbench: error: {os.uname().nodename} has another version of the code in {processes.ROOT}; update it\n", {}
-        )
+        return Outcome(1, 0.0, f"fedbench: error: {os.uname().nodename} has another version of the code in {HERE}; update it\n", {})
     with tempfile.TemporaryDirectory(prefix="fedbench-") as place:
         out = Path(place) / "run"
         job = processes.job("point", task.told, out, Path(place), threads, **task.environment)
@@ -126,6 +123,7 @@ def run_point(task: Task, threads: int, code: str) -> Outcome:
 def source_digest() -> str:
     """SHA-256 of the source files, to tell whether two machines have the same code."""
     digest = hashlib.sha256()
-    for path in sorted(path for room in ROOMS for path in (processes.ROOT / room).rglob("*.py")):
-        digest.update(f"{path.relative_to(processes.ROOT)}\n".encode() + path.read_bytes())
+    for place in (HERE, *((CHECKOUT / "algorithms", CHECKOUT / "datasets") if CHECKOUT else ())):
+        for path in sorted(place.rglob("*.py")):
+            digest.update(f"{path.relative_to(place)}\n".encode() + path.read_bytes())
     return digest.hexdigest()

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fedbench import found_by_children
 from fedbench.errors import FedbenchError
 from fedbench.experiment import processes
 from fedbench.files import read_json, write_json
@@ -70,8 +71,8 @@ def run(configs: Mapping[Any, RunConfig], threads: int, seconds: float = SECONDS
         for number, config in enumerate(configs.values()):
             told = {key: value for key, value in config.to_dict().items() if key != "out"}
             write_json(folder / f"{number}.config.json", {**told, "threads": threads, "resume": "auto"})
-        command = [sys.executable, "-m", "fedbench.sweeping.trials", name, *(config.algo for config in configs.values())]
-        process = processes.start(processes.Job("trials", command, folder / "log", {"PYTHONPATH": str(processes.ROOT)}))
+        command = processes.python("-m", "fedbench.sweeping.trials", name, *(config.algo for config in configs.values()))
+        process = processes.start(processes.Job("trials", command, folder / "log", found_by_children()))
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from fedbench import locks
+from fedbench import found_by_children, locks
 from fedbench.errors import UsageError
 from fedbench.tracking import mirror_process
 
@@ -148,8 +148,6 @@ class Mirror:
 
 
 def start_mirror(*arguments: str, stdout: int) -> subprocess.Popen[str]:
-    root = str(Path(__file__).parents[2])
-    paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     # a session of its own: Ctrl-C at the terminal is for the run, which has a last word to say
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "fedbench.tracking.mirror_process", *arguments],
@@ -157,7 +155,7 @@ def start_mirror(*arguments: str, stdout: int) -> subprocess.Popen[str]:
         stdout=stdout,
         stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
         text=True,
-        env={**os.environ, "PYTHONPATH": paths},
+        env={**os.environ, **found_by_children()},
         start_new_session=True,
     )
 
