@@ -1,16 +1,29 @@
-"""fedbench: personalised federated recommendation, benchmarked honestly and fast."""
+"""fedbench: personalised federated recommendation, benchmarked honestly and fast.
+
+`fedbench.run`, `sweep`, `load`, `report`, `algorithms()` and `datasets()` are the Python API, see fedbench/api.py and docs/api.md.
+"""
 
 import atexit
 import hashlib
+import importlib
 import os
 import shutil
 import stat
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fedbench import old_names
 
+if TYPE_CHECKING:
+    from fedbench.api import Result, Sweep, load, report, run, sweep
+
+    def algorithms() -> dict[str, str]: ...
+    def datasets() -> dict[str, str]: ...
+
+
+__all__ = ["Result", "Sweep", "__version__", "algorithms", "datasets", "load", "report", "run", "sweep"]
 __version__ = "0.1.0"
 
 # Here, because every command comes by before it meets a line that an older Python cannot read.
@@ -19,6 +32,9 @@ if sys.version_info < (3, 11):  # noqa: UP036
     todo = "run `make setup` once (or `make setup PYTHON=python3.11`), then use .venv/bin/python"
     print(f"fedbench: error: Python 3.11 or newer is needed, {found}: {todo}", file=sys.stderr)
     sys.exit(2)
+if sys.platform == "win32":
+    print("fedbench: error: Windows is not supported; run fedbench in WSL (wsl --install), on Linux or on macOS", file=sys.stderr)
+    sys.exit(2)
 
 HERE = Path(__file__).parent
 CHECKOUT = None if (HERE / "algorithms").is_dir() else HERE.parent
@@ -26,6 +42,19 @@ CHECKOUT = None if (HERE / "algorithms").is_dir() else HERE.parent
 if CHECKOUT is not None:
     __path__.append(str(CHECKOUT))
 old_names.install()
+
+
+def __getattr__(name: str) -> Any:
+    """The API, imported when it is first asked for: `import fedbench` alone loads neither torch nor pandas."""
+    if name in ("algorithms", "datasets"):  # packages that can be called
+        return importlib.import_module(f"fedbench.{name}")
+    if name in __all__:
+        return getattr(importlib.import_module("fedbench.api"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def found_by_children() -> dict[str, str]:

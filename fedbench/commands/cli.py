@@ -95,12 +95,9 @@ def train(argv: list[str]) -> int:
     elif request.print_config:
         say(json.dumps(request.shown(), indent=2))
     else:
-        from fedbench.experiment.run import run, run_several
+        from fedbench import api
 
-        if len(request.configs) == 1:
-            run(request.configs[0])
-        else:
-            run_several(request.configs, request.out, request.jobs)
+        api.execute(request)
     return 0
 
 

@@ -18,7 +18,7 @@ from fedbench.experiment import saved_model
 from fedbench.experiment.saved_model import Model
 from fedbench.settings.parser import Parser, run_parser, whole_number
 from fedbench.simulation import new_users
-from fedbench.text import nearest, say
+from fedbench.text import say
 from fedbench.text import shown as printable
 from fedbench.tracking.run_log import setup_logging
 
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
     loaded = saved_model.load(given.run, given.data_dir, given.trust_plugin)
     if given.history is not None:
         loaded = loaded.with_history(*read_history(loaded, given.history), given.rounds)
-    clients = np.array([client_of(loaded, given.user)]) if given.user is not None else np.arange(loaded.split.clients)
+    clients = np.array([loaded.client(given.user)]) if given.user is not None else np.arange(loaded.split.clients)
     tables = loaded.tables(clients, given.k)
     if given.out is not None:
         rows = write(tables, given.out)
@@ -81,19 +81,6 @@ def main(argv: list[str]) -> int:
     else:
         say(shown(loaded, pd.concat(list(tables)), int(clients[0])))
     return 0
-
-
-def client_of(loaded: Model, user: str) -> int:
-    """The client that a user is, or what is wrong with the id."""
-    if user in loaded.number:
-        return loaded.number[user]
-    near = nearest(user, loaded.number)
-    hint = f"did you mean {near[0]}?" if near else f"ids look like {', '.join(list(loaded.number)[:3])}"
-    least = loaded.split.protocol.min_interactions
-    raise UsageError(
-        f"--user {user}: not among the {loaded.split.clients:,} users of {loaded.config.dataset} that took part "
-        f"(those with {least} interactions or more); {hint}"
-    )
 
 
 def read_history(loaded: Model, path: Path) -> tuple[np.ndarray, np.ndarray]:

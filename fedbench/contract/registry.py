@@ -116,6 +116,15 @@ def datasets() -> dict[str, Dataset]:
     return {name: entry for name, entry in sorted(_datasets.items()) if name == entry.name}
 
 
+class Listed(ModuleType):
+    """The package of the algorithms or of the datasets, which can also be called: `fedbench.algorithms()`."""
+
+    def __call__(self) -> dict[str, str]:
+        """Every name, built in or of an installed plug-in, and what it is in one line."""
+        known: dict[str, Any] = dict(algorithms() if self.__name__.endswith("algorithms") else datasets())
+        return {name: entry.summary for name, entry in known.items()}
+
+
 def dataset_names() -> list[str]:
     """Names of the datasets, sorted; aliases left out."""
     return list(datasets())

@@ -11,7 +11,7 @@ from typing import cast
 import numba
 import torch
 from numba.core.event import Event, Listener, install_listener
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from fedbench.errors import UsageError
 from fedbench.kernels import fused

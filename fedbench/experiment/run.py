@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from fedbench import trust
 from fedbench.console import fitted

@@ -40,6 +40,7 @@ from fedbench.simulation.client_store import ClientStore, SomeClients, draw_for
 from fedbench.simulation.engine import Engine
 from fedbench.simulation.federation import check_form, world_of
 from fedbench.simulation.scoring import Evaluator
+from fedbench.text import nearest
 
 TENSORS = "model.safetensors"
 NEW_USER = "new"
@@ -76,6 +77,18 @@ class Model:
     def number(self) -> dict[str, int]:
         """The client that a user's id stands for."""
         return {str(user): client for client, user in enumerate(self.split.user_ids)}
+
+    def client(self, user: str) -> int:
+        """The client that a user is, or what is wrong with the id."""
+        if user in self.number:
+            return self.number[user]
+        near = nearest(user, self.number)
+        hint = f"did you mean {near[0]}?" if near else f"ids look like {', '.join(list(self.number)[:3])}"
+        least = self.split.protocol.min_interactions
+        raise UsageError(
+            f"--user {user}: not among the {self.split.clients:,} users of {self.config.dataset} that took part "
+            f"(those with {least} interactions or more); {hint}"
+        )
 
     def private(self, clients: np.ndarray) -> ClientStore:
         """What these clients score with: what they keep, or what they rebuild from their training items."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 import numpy as np
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from fedbench.errors import Interrupted, UsageError
 from fedbench.evaluation.metrics import metrics_of

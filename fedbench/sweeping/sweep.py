@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from fedbench import files, trust
 from fedbench.console import fitted
@@ -61,13 +61,20 @@ When n varies, say what is held fixed: --rounds 100, or --budget visits --budget
 
 
 def main(argv: list[str]) -> int:
+    what, options = read(argv)
+    return execute(what, options, argv)
+
+
+def read(argv: Sequence[str]) -> tuple[Study, argparse.Namespace]:
+    """What is to be run, and the sweep's own flags; `out` is its folder."""
     own, line = split_line(argv)
     options = parser().parse_args(own)
     try:
         what = study.read(line, options.study, options.name)
     except UsageError as error:
         raise better_hint(error) from None
-    return execute(what, options, argv)
+    options.out = options.out or PLACE / f"{what.name}-{what.hash8()}"
+    return what, options
 
 
 def parser() -> argparse.ArgumentParser:
@@ -145,7 +152,7 @@ def execute(what: Study, options: argparse.Namespace, argv: Sequence[str]) -> in
     first = next(iter(what.points.values())).config
     setup_logging(first.quiet, first.debug)
     check_plug_ins(what)
-    folder = options.out or PLACE / f"{what.name}-{what.hash8()}"
+    folder = options.out
     if options.dry_run:
         show_plan(Progress.read(folder, what), options.jobs)
         return 0
