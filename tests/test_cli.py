@@ -325,7 +325,7 @@ def test_list_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
         ("--seeds 1,1", "--seeds must name each seed once"),
         ("--seeds 0-999999999", "more than 1000 seeds"),
         ("--seeds 0-1 --seed 3", "--seed and --seeds are both given"),
-        ("--seeds 0-1 --resume .", "--resume PATH goes on with one run"),
+        ("--seeds 0-1 --resume .", "--resume PATH resumes one run"),
         ("--wieght 1", "unknown flag --wieght; did you mean --weight?"),
         ("--weigh=1", "unknown flag --weigh; did you mean --weight?"),
         ("--no-exac", "unknown flag --no-exac; did you mean --no-exact?"),

@@ -25,7 +25,8 @@ RATINGS = f"--algo fedrec_mf --feedback explicit --split kfold --folds 2 --round
 
 KILLED_AFTER_ITS_SUMMARY = """
 import os, signal, sys
-from fedbench import checkpoint, cli
+from fedbench.commands import cli
+from fedbench.experiment import checkpoint
 prune = checkpoint.prune
 
 def killed(out, keep):
