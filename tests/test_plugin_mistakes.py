@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from pathlib import Path
 
@@ -194,7 +196,12 @@ def error_of(folder: Path, code: int, said: str) -> str:
 def test_without_a_mistake_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = started(tmp_path, GOOD, capsys)
     assert code == 0 and "fedbench: error" not in said
-    assert (tmp_path / "out" / "summary.json").exists()
+    out = tmp_path / "out"
+    summary, config = (json.loads((out / name).read_text()) for name in ("summary.json", "config.json"))
+    assert (out / "plugin.py").read_text() == GOOD and summary["plugin_sha256"] == hashlib.sha256(GOOD.encode()).hexdigest()
+    assert summary["algo"] == "mine" and config["algo"] == str(tmp_path / "plug_in.py")
+    code, said = started(tmp_path, GOOD + "# another\n", capsys)
+    assert code == 2 and "has changed" in said
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

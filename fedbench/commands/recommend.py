@@ -87,7 +87,7 @@ def read_history(loaded: Model, path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Numbers and ratings of a file's items; of an item that stands there twice the last counts, unknown ones are named and skipped."""
     rows = load_history(path)
     if loaded.split.protocol.ratings and "rating" not in rows:
-        raise DataError(f"{path}: {loaded.config.algo} predicts ratings and learns from them; add a column rating")
+        raise DataError(f"{path}: {loaded.config.algorithm.name} predicts ratings and learns from them; add a column rating")
     number = {str(item): place for place, item in enumerate(loaded.split.item_ids)}
     found = {
         number[item]: rating

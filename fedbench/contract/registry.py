@@ -48,9 +48,27 @@ class Dataset:
     aliases: tuple[str, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The file that an algorithm from outside fedbench was read from."""
+
+    content: bytes
+    package: str = ""
+    """name and version of the installed package that it came with"""
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+    def facts(self) -> dict[str, str]:
+        """What is kept of it beside a result."""
+        return {"plugin_sha256": self.sha256, **({"plugin_package": self.package} if self.package else {})}
+
+
 TABLES = (".csv", ".tsv")
 """endings of a file of rows, which make a name a path even if there is no such file"""
 _algorithms: dict[str, type[Algorithm]] = {}
+_sources: dict[type[Algorithm], Source] = {}
 _datasets: dict[str, Dataset] = {}
 """by name and by alias"""
 
@@ -89,8 +107,15 @@ def algorithm(name_or_path: str, named: bool = True, let_in: bool = False, where
         path = Path(os.path.expanduser(name_or_path))
         content = _python_file(path)
         trust.admit(path, content, named, let_in, where)
-        return _algorithm_in(path, content)
+        found = _algorithm_in(path, content)
+        _sources[found] = Source(content)
+        return found
     raise UsageError(f"--algo {name_or_path}: no such algorithm{_suggest(name_or_path, known)}; a path to a .py works too")
+
+
+def source(cls: type[Algorithm]) -> Source | None:
+    """Where an algorithm came from, if it was named by its path or belongs to an installed package."""
+    return _sources.get(cls)
 
 
 def dataset(name_or_path: str) -> Loader:
@@ -239,6 +264,8 @@ def _add_plug_in(package: str, point: EntryPoint) -> None:
         thing = point.load()
     if package == "algorithms":
         _add_algorithm(point.name, thing, _summary(thing))
+        if (file := inspect.getsourcefile(thing)) is not None:
+            _sources[thing] = Source(files.read_bytes(Path(file)), f"{point.dist.name} {point.dist.version}" if point.dist else "")
     else:
         _add_dataset(Dataset(point.name, thing, _summary(thing)))
 

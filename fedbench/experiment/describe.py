@@ -38,9 +38,9 @@ def describe(dataset: Interactions, parts: Split, config: RunConfig, device: str
         log.warning("LEAKY protocol: numbers of this run are inflated and labelled so; use --protocol clean for true ones")
     if config.compile and config.kernel == "auto" and device == "cpu":
         log.info("--compile concerns the generic path; where a fused kernel fits it runs instead (--kernel off takes the generic path)")
-    if config.kernel == "auto" and (note := kernel_check.note(config.algorithm, config.algo)):
+    if config.kernel == "auto" and (note := kernel_check.note(config.algorithm, config.algorithm.name)):
         log.warning(note)
-    log.info("%s, recipe %s, seed %d, on %s, into %s", config.algo, config.recipe, config.seed, device, out)
+    log.info("%s, recipe %s, seed %d, on %s, into %s", config.algorithm.name, config.recipe, config.seed, device, out)
 
 
 def describe_store(federation: Federation) -> None:

@@ -34,7 +34,7 @@ def new_folder(config: RunConfig) -> Path:
 
 
 def folder_of_runs(config: RunConfig) -> Path:
-    return Path("runs") / Path(config.dataset).stem / Path(config.algo).stem
+    return Path("runs") / Path(config.dataset).stem / config.algorithm.name
 
 
 def once_more(config: RunConfig) -> RunConfig:

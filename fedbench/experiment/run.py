@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from fedbench import trust
+from fedbench import files, trust
 from fedbench.console import fitted
-from fedbench.contract import plugin_errors
+from fedbench.contract import plugin_errors, registry
 from fedbench.contract.dataset import Interactions
 from fedbench.data.split import Split
 from fedbench.errors import DataError, FedbenchError, Interrupted, UsageError
@@ -40,6 +40,10 @@ from fedbench.tracking.run_log import NoLog, RunLog, plain, setup_logging
 from fedbench.tracking.sweep_parent import join
 
 log = logging.getLogger("fedbench")
+
+
+PLUGIN = "plugin.py"
+"""the copy of an algorithm's file from outside fedbench, in the run's folder"""
 
 
 def run_several(configs: Sequence[RunConfig], parent: Path | None, jobs: int = 1) -> dict[str, Any]:
@@ -84,7 +88,7 @@ def in_processes(configs: Sequence[RunConfig], work: Path, at_once: int) -> list
     if not missing:
         return [folder.read_summary(out) for out in folders.values()]
     done = len(folders) - len(missing)
-    bar = tqdm(total=len(folders), initial=done, desc=configs[0].algo, unit="run", disable=configs[0].quiet, dynamic_ncols=True)
+    bar = tqdm(total=len(folders), initial=done, desc=configs[0].algorithm.name, unit="run", disable=configs[0].quiet, dynamic_ncols=True)
     with bar, mlflow_at_hand(configs[0].mlflow) as here:
         environment = {**here, **trust.handed_on()}
         jobs = [processes.job(key, configs[int(key)].to_dict(), folders[key], work, threads, **environment) for key in missing]
@@ -126,6 +130,7 @@ def run(config: RunConfig) -> dict[str, Any]:
         config = once_more(config)
     out = Path(workers.told(lambda: str(choose_folder(config))))
     with claimed(out) if workers.is_first() else nullcontext(), compiling_is_said():
+        workers.told(lambda: refuse_other_package(out, config))
         if summary := workers.told(lambda: finished.find(out, config, parts)):
             if workers.is_first():
                 finished.say(out, config, summary, parts)
@@ -134,11 +139,20 @@ def run(config: RunConfig) -> dict[str, Any]:
         return carry_out(config, parts, dataset, device, out, resume, state)
 
 
+def refuse_other_package(out: Path, config: RunConfig) -> None:
+    """Raise if the folder's run had another version of an installed algorithm; a path's content is part of the config's identity."""
+    source = registry.source(type(config.algorithm))
+    kept = out / PLUGIN
+    if source and source.package and kept.is_file() and files.read_bytes(kept) != source.content:
+        raise UsageError(f"--out {out}: the content of {config.algo} has changed since that run; start again with another --out")
+
+
 def carry_out(
     config: RunConfig, parts: Split, dataset: Interactions, device: str, out: Path, resume: bool, state: checkpoint.State | None
 ) -> dict[str, Any]:
     """Start or go on with a run whose folder belongs to this process."""
     leaky, fold = parts.protocol.leaky, parts.protocol.fold
+    source = registry.source(type(config.algorithm))
     run_log = (RunLog if workers.is_first() else NoLog).open(
         out,
         {key: value for key, value in config.to_dict().items() if key not in ("out", "resume")},
@@ -149,13 +163,17 @@ def carry_out(
             "dataset": dataset.name,
             "data_source": dataset.source,
             "split": parts.protocol.split,
+            **(source.facts() if source else {}),
         },
         mlflow=config.mlflow,
-        run_name=f"{config.algo}-{dataset.name}-{parts.protocol.name}-s{config.seed}" + ("" if fold is None else f"-f{fold}"),
+        run_name=f"{config.algorithm.name}-{dataset.name}-{parts.protocol.name}-s{config.seed}" + ("" if fold is None else f"-f{fold}"),
         experiment=config.experiment,
         resume=resume,
     )
     try:
+        if source and workers.is_first():
+            with files.replacing(out / PLUGIN) as file:
+                file.write(source.content)
         describe(dataset, parts, config, device, out)
         dtype = torch.float64 if config.dtype == "float64" else torch.float32
         how: dict[str, Any] = {"kernel": config.kernel, "block_rows": config.block_rows, "compile": config.compile}

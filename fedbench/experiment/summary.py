@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from fedbench.contract import registry
 from fedbench.contract.algorithm import Tensors
 from fedbench.contract.dataset import Interactions
 from fedbench.data.protocol import Protocol
@@ -60,7 +61,7 @@ def summarise(
     reported = next((line for line in lines if line["round"] == best.round), {})
     exposure = {key.removeprefix("exposure/"): value for key, value in reported.items() if key.startswith("exposure/")}
     summary = {
-        "algo": config.algo,
+        "algo": config.algorithm.name,
         "dataset": dataset.name,
         "protocol": parts.protocol.name,
         "protocol_fields": protocol_fields(parts.protocol),
@@ -84,6 +85,7 @@ def summarise(
         "peak_rss_mb": peak_rss_mb(),
         "device": device,
         "config_hash": config.digest(),
+        **(source.facts() if (source := registry.source(type(config.algorithm))) else {}),
     }
     return summary | {"notes": notes(summary, parts)}
 

@@ -45,7 +45,7 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
     bar = tqdm(
         total=limit,
         initial=spent,
-        desc=config.algo,
+        desc=config.algorithm.name,
         unit=unit[:-1],
         unit_scale=unit == "bytes",
         disable=config.quiet or not workers.is_first(),
@@ -57,7 +57,7 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
             result = federation.next_round()
             before, spent = spent, federation.spent(unit)
             if spent == 0 and len(result.loss):
-                raise UsageError(f"--budget {unit}: {config.algo} uses none, so no budget would end it; use --rounds")
+                raise UsageError(f"--budget {unit}: {config.algorithm.name} uses none, so no budget would end it; use --rounds")
             line: dict[str, float] = {"round": federation.round}
             if result.updates:
                 line["loss"] = float(result.loss.mean())
@@ -113,7 +113,7 @@ def refit(federation: Federation, rounds: int, run_log: RunLog, config: RunConfi
     The algorithm is as it was, so a schedule over all its rounds takes the course that led to the choice, and stops there.
     """
     quiet = config.quiet or not workers.is_first()
-    bar = tqdm(total=rounds, desc=f"{config.algo} refit", unit="round", disable=quiet, dynamic_ncols=True)
+    bar = tqdm(total=rounds, desc=f"{config.algorithm.name} refit", unit="round", disable=quiet, dynamic_ncols=True)
     with bar, interrupts_between_rounds() as interrupted:
         while federation.round < rounds:
             started = time.perf_counter()

@@ -34,10 +34,12 @@ def check(config: RunConfig) -> None:
     if config.refit and config.protocol.ratings:
         raise UsageError(f"--refit needs a validation item of each client, and --split {config.protocol.split} has none; drop one of them")
     if config.failures.happen() and isinstance(config.algorithm, Central):
-        raise UsageError(f"--dropout, --stragglers and --corrupt are for federated methods; {config.algo} has no clients that could fail")
+        raise UsageError(
+            f"--dropout, --stragglers and --corrupt are for federated methods; {config.algorithm.name} has no clients that could fail"
+        )
     if config.budget != "rounds" and config.budget_value is None:
         raise UsageError(f"--budget {config.budget} needs --budget-value: how many {config.budget} a run may use")
-    _check_split(config.algo, config.algorithm, config.protocol)
+    _check_split(config.algorithm.name, config.algorithm, config.protocol)
     for key in SYNTHETIC:
         if config.dataset != "synthetic" and getattr(config.data, key) != getattr(DatasetOptions, key):
             raise UsageError(f"--{key.replace('_', '-')} is for --dataset synthetic; {config.dataset} would ignore it")

@@ -43,7 +43,7 @@ class Point:
     @property
     def label(self) -> str:
         """Its place in words: n=10 e=3 seed=0."""
-        return " ".join(f"{short(key)}={_word(value)}" for key, value in self.values.items()) or self.config.algo
+        return " ".join(f"{short(key)}={_word(value)}" for key, value in self.values.items()) or self.config.algorithm.name
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _build(name: str | None, about: str, grids: Sequence[tuple[str, Words]], met
             keys.append(point.key)
         finished.append(Grid(title, values, fixed, tuple(dict.fromkeys(keys))))
     first = next(iter(points.values())).config
-    return Study(name or f"{Path(first.algo).stem}-{Path(first.dataset).stem}", about, finished, points, metrics)
+    return Study(name or f"{first.algorithm.name}-{Path(first.dataset).stem}", about, finished, points, metrics)
 
 
 def _configs(words: Words, axes: Sequence[str], where: str, named: bool) -> Iterator[RunConfig]:

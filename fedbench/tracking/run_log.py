@@ -35,7 +35,7 @@ logger = logging.getLogger("fedbench")
 PACKAGES = ("torch", "numpy", "numba", "mlflow", "cvxpy")
 CHILD_OF = "mlflow.parentRunId"
 """the tag by which MLflow knows the parent of a run; the parent comes from the environment: FEDBENCH_PARENT_RUN"""
-FILES = ("summary.json", "config.json", "metrics.jsonl", "per_client.parquet", "figures")
+FILES = ("summary.json", "config.json", "metrics.jsonl", "per_client.parquet", "figures", "plugin.py")
 """what of a run's folder MLflow keeps as artifacts"""
 ALONE = ("refit/", "new_user/", "new_item/")
 """parts of the summary that keep their own names in MLflow"""
