@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbench.contract import Draw, Tensors, World, register
-from fedbench.parts.central import Central, Pool
+from fedbench.contract.algorithm import Tensors, World
+from fedbench.contract.central import Central, Pool
+from fedbench.contract.randomness import Draw
+from fedbench.contract.registry import register
 from fedbench.parts.fused_models import DotBCE
 
 ROWS = 1 << 14

@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedbench.contract import Draw, Tensors, World, register
-from fedbench.parts.central import Descent, Pool
+from fedbench.contract.algorithm import Tensors, World
+from fedbench.contract.central import Pool
+from fedbench.contract.randomness import Draw
+from fedbench.contract.registry import register
+from fedbench.parts.central import Descent
 from fedbench.parts.fused_models import TINY, DotBCE, train_pool
 
 

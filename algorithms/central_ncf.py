@@ -11,7 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbench.contract import Draw, Tensors, UsageError, World, register
+from fedbench.contract.algorithm import Tensors, World
+from fedbench.contract.randomness import Draw
+from fedbench.contract.registry import register
+from fedbench.errors import UsageError
 from fedbench.parts.central import Descent
 from fedbench.parts.fused_models import NeuMFBCE
 from fedbench.parts.merging import init_mlp, mlp

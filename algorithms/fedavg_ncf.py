@@ -20,7 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbench.contract import Answer, Batch, Draw, Phase, Rows, Tensors, Uploads, UsageError, World, bce, register
+from fedbench.contract.algorithm import Answer, Batch, Phase, Tensors, World, bce
+from fedbench.contract.randomness import Draw
+from fedbench.contract.registry import register
+from fedbench.contract.uploads import Rows, Uploads
+from fedbench.errors import UsageError
 from fedbench.parts.fused_models import NeuMFBCE
 from fedbench.parts.merging import init_mlp, mlp
 from fedbench.parts.server_optimizer import SharedModel

@@ -24,7 +24,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedbench.contract import OWN, Algorithm, Answer, Batch, Draw, Phase, Tables, Tensors, Uploads, UsageError, World, bce, register
+from fedbench.contract.algorithm import OWN, Algorithm, Answer, Batch, Phase, Tensors, World, bce
+from fedbench.contract.randomness import Draw
+from fedbench.contract.registry import register
+from fedbench.contract.uploads import Tables, Uploads
+from fedbench.errors import UsageError
 from fedbench.parts.fused_models import DotBCE, ElasticBCE
 from fedbench.parts.merging import MERGES, elastic, init_mlp, static
 from fedbench.parts.mixing import delivered, signatures, similarity, solve_weights

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedbench.contract import Answer, Batch, Draw, Phase, Tensors, Uploads, World, bce, register
+from fedbench.contract.algorithm import Answer, Batch, Phase, Tensors, World, bce
+from fedbench.contract.randomness import Draw
+from fedbench.contract.registry import register
+from fedbench.contract.uploads import Uploads
 from fedbench.parts.fused_models import DotBCE
 from fedbench.parts.server_optimizer import SharedModel
 

@@ -23,7 +23,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedbench.contract import Answer, Batch, Draw, Phase, Stage, Tensors, Uploads, UsageError, World, register
+from fedbench.contract.algorithm import Answer, Batch, Phase, Stage, Tensors, World
+from fedbench.contract.randomness import Draw
+from fedbench.contract.registry import register
+from fedbench.contract.uploads import Uploads
+from fedbench.errors import UsageError
 from fedbench.parts.fused_models import DotBCE
 from fedbench.parts.newton import newton_step, packed
 from fedbench.parts.ridge import Ridge

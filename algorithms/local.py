@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedbench.contract import OWN, Algorithm, Batch, Draw, Phase, Tensors, World, bce, register
+from fedbench.contract.algorithm import OWN, Algorithm, Batch, Phase, Tensors, World, bce
+from fedbench.contract.randomness import Draw
+from fedbench.contract.registry import register
 from fedbench.parts.fused_models import DotBCE
 
 

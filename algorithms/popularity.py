@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedbench.contract import SHARED, Algorithm, Answer, Draw, Tensors, Uploads, World, register
+from fedbench.contract.algorithm import SHARED, Algorithm, Answer, Tensors, World
+from fedbench.contract.randomness import Draw
+from fedbench.contract.registry import register
+from fedbench.contract.uploads import Uploads
 
 
 @register("popularity", summary="rank items by how many clients have them: the floor to clear")

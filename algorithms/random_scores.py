@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedbench.contract import OWN, Algorithm, Draw, Tensors, World, register
+from fedbench.contract.algorithm import OWN, Algorithm, Tensors, World
+from fedbench.contract.randomness import Draw
+from fedbench.contract.registry import register
 
 
 @register("random", summary="random scores: chance level")

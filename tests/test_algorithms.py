@@ -33,7 +33,7 @@ from fedbench.evaluation.metrics import metrics_of
 from fedbench.experiment import checkpoint, run_state
 from fedbench.experiment.summary import Best
 from fedbench.settings.config import RunConfig
-from fedbench.simulation.channel import sealed
+from fedbench.simulation.channel import SecureSum, Trip
 from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.engine import Engine
 from fedbench.simulation.failures import Failures
@@ -121,7 +121,7 @@ def trace(
         uploaded, loss = run_cohort(server, store, samples_of(algorithm, round_), round_)
         losses.append(loss)
         uploads.append(flat(uploaded))
-        server = algorithm.aggregate(server, sealed(uploaded, SEED, round_), Draw(SEED, round_, None, dtype))
+        server = algorithm.aggregate(server, SecureSum()(uploaded, Trip(SEED, round_)), Draw(SEED, round_, None, dtype))
     return Trace(store.tensors, server, losses, uploads)
 
 

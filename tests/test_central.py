@@ -15,12 +15,14 @@ from fedbench.algorithms.central_mf import CentralMF
 from fedbench.algorithms.central_ncf import CentralNCF
 from fedbench.commands import cli
 from fedbench.contract.algorithm import Tensors, World
+from fedbench.contract.central import Central, Pool
 from fedbench.contract.randomness import Draw
+from fedbench.data.sampling import pool_of
 from fedbench.errors import UsageError
 from fedbench.evaluation.metrics import ranking_metrics
 from fedbench.experiment import checkpoint, run, run_state
 from fedbench.experiment.summary import Best
-from fedbench.parts.central import Central, Descent, Pool
+from fedbench.parts.central import Descent
 from fedbench.settings.command_line import resolve
 from fedbench.settings.config import RunConfig
 from fedbench.simulation.federation import Federation
@@ -39,8 +41,8 @@ def start(method: Central, dtype: torch.dtype = torch.float64, kernel: str = "au
     return Federation.start(method, small_split(), SEED, dtype=dtype, kernel=kernel)
 
 
-def pool_of(method: Central, round_: int) -> Pool:
-    return Pool.of(start(method).samples(round_), SEED, round_, torch.float64)
+def pool_in(method: Central, round_: int) -> Pool:
+    return pool_of(start(method).samples(round_), SEED, round_, torch.float64)
 
 
 def assert_same(found: Tensors, expected: Tensors, tolerance: float) -> None:
@@ -51,7 +53,7 @@ def assert_same(found: Tensors, expected: Tensors, tolerance: float) -> None:
 def test_a_pool_holds_every_interaction_once_and_fresh_negatives() -> None:
     parts = small_split()
     train = {(u, i) for u in range(parts.clients) for i in parts.train_item[parts.train_ptr[u] : parts.train_ptr[u + 1]].tolist()}
-    pools = [pool_of(CentralMF(negatives=3), when) for when in (1, 2)]
+    pools = [pool_in(CentralMF(negatives=3), when) for when in (1, 2)]
     drawn = []
     for pool in pools:
         pairs = list(zip(pool.user.tolist(), pool.item.tolist(), strict=True))
@@ -94,7 +96,7 @@ def test_descent_equals_modules_and_torch_optim(method: Descent, kernel: str) ->
     adam = torch.optim.Adam(module.parameters(), lr=method.lr)
     for round_ in range(1, ROUNDS + 1):
         losses = []
-        user, item, label = pool_of(method, round_)
+        user, item, label = pool_in(method, round_)
         for at in range(0, len(user), method.batch_size):
             u, i, y = (column[at : at + method.batch_size] for column in (user, item, label))
             each = nn.functional.binary_cross_entropy_with_logits(module(u, i), y, reduction="none")
@@ -191,7 +193,7 @@ def test_a_round_leaves_what_it_was_given(method: Central) -> None:
     parts = small_split()
     server = method.init_server(World(parts.clients, parts.items), Draw(SEED, 0, None, torch.float64))
     before = {name: value.clone() for name, value in server.items()}
-    method.epoch(server, pool_of(method, 1), Draw(SEED, 1, None, torch.float64), True)
+    method.epoch(server, pool_in(method, 1), Draw(SEED, 1, None, torch.float64), True)
     assert_same(server, before, 0)
 
 

@@ -16,8 +16,10 @@ from fedbench.contract.randomness import Draw
 from fedbench.contract.uploads import Rows, Uploads
 from fedbench.data.sampling import sample_round
 from fedbench.errors import UsageError
+from fedbench.simulation.channel import CLIENT, Hop, Screen, SecureSum, Trip, channel, ordered
 from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.engine import Engine
+from fedbench.simulation.failures import Failures
 from fedbench.simulation.federation import Federation, world_of
 from fedbench.simulation.own_tables import Read
 from fedbench.simulation.sending import bytes_down
@@ -273,3 +275,86 @@ def test_bits_are_counted_as_the_method_says() -> None:
     rows = plain.bytes_up // (4 * 4 + 4)
     assert coded.bytes_up == rows * (1 + 4)  # four bits are a byte, and the id of a row
     assert bytes_down(Answer(shared={"seed": torch.ones(10)}), 7, bits={"seed": 0}) == 0
+
+
+class Reads(Additive):
+    """Two further readings of the model."""
+
+    scores: ClassVar[tuple[str, ...]] = ("own", "sent")
+
+    def score_own(self, own: Tensors, sent: Tensors) -> Tensor:
+        return own["personal"] @ own["head"]
+
+    def score_sent(self, own: Tensors, sent: Tensors) -> Tensor:
+        return sent["items"] @ own["head"]
+
+
+def test_further_readings_are_evaluated_beside_the_first() -> None:
+    class Own(Additive):
+        def score(self, own: Tensors, sent: Tensors) -> Tensor:
+            return own["personal"] @ own["head"]
+
+    several, alone = (Federation.start(cls(), small_split(), seed=0) for cls in (Reads, Own))
+    for federation in (several, alone):
+        federation.next_round()
+    found = several.readings()
+    assert found.keys() == {"own", "sent"}
+    assert np.array_equal(found["own"]["test"], alone.outcome()["test"])
+    assert not np.array_equal(found["sent"]["test"], found["own"]["test"])
+
+
+class Chooses(Additive):
+    """The server asks the last clients, and all of them once."""
+
+    clients_per_round: int | None = 5
+
+    def choose(self, server: Tensors, world: World, n: int, draw: Draw) -> Tensor | None:
+        return world.clients - 1 - torch.arange(n) if self.context.round < 3 else None
+
+
+def test_a_server_chooses_its_cohort() -> None:
+    federation = Federation.start(Chooses(clients_per_round=5), small_split(), seed=0)
+    last = federation.split.clients - 1
+    assert federation.chosen(1).tolist() == list(range(last - 4, last + 1))
+    federation.next_round()
+    assert federation.visits.nonzero()[0].tolist() == federation.chosen(2).tolist()
+    assert federation.chosen(3).tolist() != federation.chosen(2).tolist() and len(federation.chosen(3)) == 5
+
+
+@pytest.mark.parametrize("chosen", [torch.tensor([1, 1]), torch.tensor([-1]), torch.tensor([99]), torch.arange(6), torch.tensor([0.5])])
+def test_a_wrong_choice_is_refused(chosen: Tensor) -> None:
+    class Wrong(Additive):
+        def choose(self, server: Tensors, world: World, n: int, draw: Draw) -> Tensor | None:
+            return chosen
+
+    with pytest.raises(UsageError, match="choose must return up to 5 different client numbers from 0 to 23"):
+        Federation.start(Wrong(clients_per_round=5), small_split(), seed=0).next_round()
+
+
+def test_hops_stand_in_the_order_of_the_way() -> None:
+    failures = Failures(corrupt=0.1)
+    hops = channel(failures, ("gram",))
+    assert [type(hop).__name__ for hop in hops] == ["CountBytes", "Damage", "Screen", "SecureSum"]
+    assert [type(hop).__name__ for hop in channel(Failures(), ())] == ["CountBytes"]
+    assert ordered(hops) == (hops[:3], hops[3:])
+    for wrong in (hops[::-1], (SecureSum(), Screen(failures))):
+        with pytest.raises(ValueError, match="sums last"):
+            ordered(wrong)
+
+
+def test_a_hop_sees_all_uploads_and_changes_what_the_server_sees() -> None:
+    @dataclass(frozen=True)
+    class Clip(Hop):
+        side = CLIENT
+
+        def __call__(self, uploads: Uploads, trip: Trip) -> Uploads:
+            seen.append((trip.seed, trip.when, len(uploads.clients)))
+            return uploads.scaled(torch.zeros(len(uploads.clients)))
+
+    seen: list[tuple[int, int, int]] = []
+    federation = Federation.start(Additive(), small_split(), seed=5)
+    federation.hops = (Clip(), *federation.hops)
+    before = federation.server["items"].clone()
+    result = federation.next_round()
+    assert seen == [(5, 1, 24)] and torch.equal(federation.server["items"], before)
+    assert not result.uploads.rows("items").value.any() and federation.bytes_up > 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from fedbench.data.sampling import cohort_of, sample_round
 from fedbench.errors import UsageError
 from fedbench.experiment import checkpoint, prepare
 from fedbench.settings.command_line import resolve
+from fedbench.simulation.channel import SERVER, Hop, Trip
 from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.engine import Engine
 from fedbench.simulation.failures import Failures, drawn
@@ -32,6 +35,18 @@ from tests.test_algorithms import SMALL, assert_same, fedavg_ncf, fedem, flat
 from tests.test_run import DATA, FEDMF, carry_out, lines_of, result, summary_of
 
 SEED = 0
+
+
+@dataclass(frozen=True)
+class Watch(Hop):
+    """Shows the uploads to somebody and hands them on."""
+
+    show: Callable[[Uploads], object]
+    side = SERVER
+
+    def __call__(self, uploads: Uploads, trip: Trip) -> Uploads:
+        self.show(uploads)
+        return uploads
 
 
 def federation_of(algorithm: Algorithm, failures: Failures = Failures(), **how: Any) -> Federation:  # noqa: B008
@@ -137,7 +152,7 @@ def test_damaged_uploads_are_rejected_and_the_rest_aggregated(algorithm: Algorit
     failures = Failures(corrupt=0.3)
     clean, federation = federation_of(algorithm), federation_of(algorithm, failures)
     uploads, aggregated = [], []
-    clean.channel = (lambda sent: uploads.append(sent) or sent,)
+    clean.hops = (*clean.hops, Watch(uploads.append))
     clean.next_round()
     sent = Uploads(uploads[0].world, uploads[0].clients, {name: value for name, value in uploads[0].tensors.items()})
     hit = drawn(sent.clients.numpy(), SEED, 1, "corrupt")

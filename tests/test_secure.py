@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fedbench.algorithms.fedrecon import FedRecon
 from fedbench.contract.randomness import Draw
 from fedbench.contract.uploads import Uploads
-from fedbench.errors import FedbenchError
+from fedbench.errors import FedbenchError, UsageError
 from fedbench.parts import secure_sum
 from fedbench.parts.secure_sum import masked, masked_sum, to_fixed
 from fedbench.simulation.federation import Federation
@@ -80,7 +80,7 @@ def test_no_single_statistic_reaches_the_server(monkeypatch: pytest.MonkeyPatch)
     (uploads,), (parts,) = seen, single
     assert parts.shape == (17, 36)
     assert torch.allclose(uploads.total("statistic"), parts.sum(0), atol=1e-9, rtol=0)
-    with pytest.raises(KeyError):
+    with pytest.raises(UsageError, match="uploads.total"):
         uploads.dense("statistic")
     for value in uploads.tensors.values():
         tensors = [value] if isinstance(value, torch.Tensor) else [part for part in value if isinstance(part, torch.Tensor)]

@@ -27,7 +27,6 @@ from fedbench.experiment.round_timing import PARTS, WHOLE, Clock, bounded_split,
 from fedbench.experiment.summary import peak_rss_mb
 from fedbench.files import write_json
 from fedbench.kernels.machine_limit import adam_limit
-from fedbench.parts.central import Central
 from fedbench.settings import command_line, config
 from fedbench.settings.parser import number, whole_number
 from fedbench.simulation.blocks import host_type
@@ -221,7 +220,7 @@ def measure(run: config.RunConfig, loop_clients: int | None = None, state_mb: fl
         "base_mb": base,
         "state_mb": kept * split.clients / 1e6,
     }
-    if isinstance(algorithm, Central) or loop_clients == 0:
+    if not algorithm.federated or loop_clients == 0:
         return figures
     batched, loop, updates, limit = both_engines(federation, samples, clock, loop_clients)
     return figures | {

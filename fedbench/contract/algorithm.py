@@ -213,6 +213,8 @@ class Algorithm:
     name: ClassVar[str] = ""
     summary: ClassVar[str] = ""
     """one line for --list"""
+    federated: ClassVar[bool] = True
+    """False for centralised methods, which have a contract of their own: fedbench/contract/central.py"""
     context: ClassVar[Context] = Context()
     """the round and the size of the federation, for every function but `check`"""
     tables: ClassVar[Mapping[str, str]] = MappingProxyType({"items": SHARED})

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
+import torch
 
+from fedbench.contract.central import Pool
 from fedbench.contract.randomness import keys, purpose_base
 from fedbench.data.split import Split, from_counts, smallest
 from fedbench.kernels.sampling import below_bound, close_gaps, sample, sample_ratings
+from fedbench.kernels.shuffling import orders
 
 
 @dataclass(frozen=True)
@@ -111,3 +114,13 @@ def cohort_of(round_: int, clients: int, n: int, sampling: str, seed: int) -> np
 @lru_cache(maxsize=4)
 def _queue(clients: int, seed: int) -> np.ndarray:
     return np.argsort(keys(seed, 0, "cohort", np.arange(clients)), kind="stable")
+
+
+def pool_of(samples: Samples, seed: int, when: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Pool:
+    """What the clients of a round together would train on, shuffled, in one place."""
+    users = np.repeat(samples.clients, samples.counts)
+    items = samples.row[np.repeat(samples.row_ptr[:-1], samples.counts) + samples.local].astype(np.int64)
+    order = np.empty(len(users), np.int64)
+    orders(keys(seed, when, "pool", np.array([-1])), np.array([0, len(users)]), 0, 1, order)
+    user, item, label = (torch.from_numpy(column[order]).to(device) for column in (users, items, samples.label))
+    return Pool(user, item, label.to(dtype))

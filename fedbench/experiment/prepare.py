@@ -11,7 +11,6 @@ from fedbench.contract.dataset import Interactions
 from fedbench.data.protocol import Protocol
 from fedbench.data.split import Split, split
 from fedbench.errors import UsageError
-from fedbench.parts.central import Central
 from fedbench.simulation.federation import world_of
 
 
@@ -31,5 +30,5 @@ def check_cohort(algorithm: Algorithm, parts: Split) -> None:
 
 def check_shared(algorithm: Algorithm) -> None:
     """Refuse what ranks cannot share out."""
-    if isinstance(algorithm, Central):
+    if not algorithm.federated:
         raise UsageError(f"{algorithm.name} has all data in one place: there are no clients to share out; run it without torchrun")

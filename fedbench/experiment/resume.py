@@ -10,7 +10,6 @@ from typing import NoReturn
 from fedbench.data.split import Split
 from fedbench.errors import UsageError
 from fedbench.experiment import checkpoint, finished, folder
-from fedbench.parts.central import Central
 from fedbench.settings.config import RunConfig
 
 
@@ -78,7 +77,7 @@ def going_on(out: Path, config: RunConfig, parts: Split) -> tuple[bool, checkpoi
         if state.facts.get(key) != mine:
             words = key.replace("_", " ")
             refuse(out, f"that run's {words} is {state.facts.get(key)}, here it is {mine}; use the data and the flags that it had")
-    if isinstance(config.algorithm, Central) and (kernel := state.facts.get("kernel", config.kernel)) != config.kernel:
+    if not config.algorithm.federated and (kernel := state.facts.get("kernel", config.kernel)) != config.kernel:
         # its optimizer's moments stay between rounds, and kernels keep them on another scale
         refuse(out, f"that run has --kernel {kernel}, here it is {config.kernel}; a centralised method goes on with the same")
     if isinstance(state.facts.get("round"), int):

@@ -13,7 +13,6 @@ import torch
 from fedbench.contract.randomness import Draw
 from fedbench.data.split import Held, Split
 from fedbench.evaluation.metrics import metrics_of
-from fedbench.parts.central import Central
 from fedbench.settings.config import RunConfig
 from fedbench.simulation.client_store import draw_for
 from fedbench.simulation.exposure import exposure
@@ -61,7 +60,7 @@ def round_parts(federation: Federation, clock: Clock) -> dict[str, float]:
     What is neither sampling nor training counts as aggregation: screening, sums, the server's step, checks. With all data in one
     place it counts as sampling: there everybody's samples are shuffled.
     """
-    split, central = federation.split, isinstance(federation.algorithm, Central)
+    split, central = federation.split, not federation.algorithm.federated
     trainer, trains = (federation, "central_round") if central else (federation.engine, "run_cohort")
     with watched(federation, "samples", clock) as sampling, watched(trainer, trains, clock) as training:
         began = clock()

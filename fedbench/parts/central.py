@@ -1,71 +1,17 @@
-"""Centralised methods: all interactions in one place, under the same protocol and with the same sampler and evaluation.
-
-They are the ceilings that a federated method is measured against. One round is one pass over everybody's samples. No client is
-visited and nothing travels; what the server holds, user rows included, is handed to the evaluation as if it had been sent.
-"""
+"""Centralised methods by gradient descent: minibatches of everybody's samples and Adam."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from fedbench.contract.algorithm import Algorithm, Answer, Batch, Tensors, World, bce
-from fedbench.contract.randomness import Draw, keys
-from fedbench.data.sampling import Samples
+from fedbench.contract.algorithm import Batch, Tensors, World, bce
+from fedbench.contract.central import Central, Pool
+from fedbench.contract.randomness import Draw
 from fedbench.errors import UsageError
-from fedbench.kernels.shuffling import orders
-
-
-class Pool(NamedTuple):
-    """Everybody's samples of one round, shuffled; all [S]."""
-
-    user: Tensor
-    item: Tensor
-    label: Tensor
-
-    @classmethod
-    def of(cls, samples: Samples, seed: int, when: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Pool:
-        """What the clients of a round together would train on."""
-        users = np.repeat(samples.clients, samples.counts)
-        items = samples.row[np.repeat(samples.row_ptr[:-1], samples.counts) + samples.local].astype(np.int64)
-        order = np.empty(len(users), np.int64)
-        orders(keys(seed, when, "pool", np.array([-1])), np.array([0, len(users)]), 0, 1, order)
-        user, item, label = (torch.from_numpy(column[order]).to(device) for column in (users, items, samples.label))
-        return cls(user, item, label.to(dtype))
-
-
-@dataclass(frozen=True)
-class Central(Algorithm):
-    """Base of the centralised methods. The server's dict holds "user" [U, ...], "items" [M, ...] and whatever else `score` needs;
-    names with a slash are the optimizer's state."""
-
-    rounds: int = 30
-    """passes over all data; the best one is chosen on validation"""
-    local_epochs: int = 1
-
-    unused: ClassVar[tuple[str, ...]] = ("clients_per_round", "local_epochs", "sampling", "stop_below")
-    """flags of every algorithm that mean nothing here"""
-
-    def check(self, world: World | None = None) -> None:
-        for name in self.unused:
-            if getattr(self, name) != getattr(type(self), name):
-                raise UsageError(f"--{name.replace('_', '-')} means nothing to {self.name}, which has all data in one place; leave it out")
-
-    def epoch(self, server: Tensors, pool: Pool, draw: Draw, kernels: bool) -> tuple[Tensors, Tensor]:
-        """The server after one pass over everybody's samples, and the mean loss: a scalar."""
-        raise NotImplementedError
-
-    def answer(self, server: Tensors) -> Answer:
-        shared = {name: value for name, value in server.items() if name != "user" and "/" not in name}
-        return Answer(shared, {"user": server["user"]}, torch.arange(len(server["user"]), device=server["user"].device))
-
-    def score(self, own: Tensors, sent: Tensors) -> Tensor:
-        return sent["items"] @ sent["user"]
 
 
 @dataclass(frozen=True)

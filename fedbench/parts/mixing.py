@@ -106,7 +106,7 @@ def delivered(server: Tensors, name: str, value: Tensor, to: Tensor, uploads: Up
         raise NotFinite(f"the server's {name}")
     slot = torch.full((uploads.world.clients,), -1, device=value.device)
     slot[to] = torch.arange(len(to), device=value.device) if len(value) > 1 else 0
-    waiting = torch.zeros_like(slot, dtype=torch.bool) if not server else server["slot"] >= 0
+    waiting = torch.zeros_like(slot, dtype=torch.bool) if "slot" not in server else server["slot"] >= 0
     waiting[uploads.clients] = False
     who = waiting.nonzero()[:, 0]
     if not len(who):

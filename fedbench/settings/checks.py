@@ -11,7 +11,6 @@ from fedbench.contract.dataset import DatasetOptions
 from fedbench.data import protocol as protocols
 from fedbench.data.protocol import Protocol
 from fedbench.errors import UsageError
-from fedbench.parts.central import Central
 from fedbench.settings.cadence import Cadence
 from fedbench.settings.config import SYNTHETIC, RunConfig
 from fedbench.simulation.client_store import STORES
@@ -33,7 +32,7 @@ def check(config: RunConfig) -> None:
         raise UsageError(f"--refit trains for the rounds that validation chose, but --select-on {on} chooses on {on}; drop one of them")
     if config.refit and config.protocol.ratings:
         raise UsageError(f"--refit needs a validation item of each client, and --split {config.protocol.split} has none; drop one of them")
-    if config.failures.happen() and isinstance(config.algorithm, Central):
+    if config.failures.happen() and not config.algorithm.federated:
         raise UsageError(
             f"--dropout, --stragglers and --corrupt are for federated methods; {config.algorithm.name} has no clients that could fail"
         )

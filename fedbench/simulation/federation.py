@@ -6,22 +6,23 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedbench.contract.algorithm import Algorithm, Answer, Tensors, World
+from fedbench.contract.central import Central, Pool
+from fedbench.contract.plugin_errors import fault
 from fedbench.contract.randomness import Draw
 from fedbench.contract.storage import Disk, Picked, at_once, filled
 from fedbench.contract.uploads import Uploads
-from fedbench.data.sampling import Samples, cohort_of, sample_round
+from fedbench.data.sampling import Samples, cohort_of, pool_of, sample_round
 from fedbench.data.split import TRAIN, Split
-from fedbench.errors import FedbenchError, NotFinite
-from fedbench.parts.central import Central, Pool
+from fedbench.errors import FedbenchError, NotFinite, UsageError
 from fedbench.simulation import kernel_check, workers
-from fedbench.simulation.channel import sealed
+from fedbench.simulation.channel import Hop, Trip, channel, ordered
 from fedbench.simulation.client_store import ClientStore, fits, room_for
 from fedbench.simulation.engine import Engine, Round
 from fedbench.simulation.failures import Failures
@@ -54,8 +55,8 @@ class Federation:
     visits: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     bytes_up: int = 0
     bytes_down: int = 0
-    channel: tuple[Callable[[Uploads], Uploads], ...] = ()
-    """what happens to the uploads on their way to the server, in order, after their bytes are counted"""
+    hops: tuple[Hop, ...] = ()
+    """what happens to the uploads on their way to the server, in order"""
     rebuilt: tuple[Tensors, ClientStore] | None = None
     """a server, and what clients that keep nothing rebuilt to be evaluated with its answer; forgotten when the next round begins"""
     failures: Failures = Failures()
@@ -96,6 +97,7 @@ class Federation:
             seed,
             visits=np.zeros(split.clients, np.int64),
             failures=failures,
+            hops=channel(failures, algorithm.summed),
         )
 
     def chosen(self, when: int) -> np.ndarray:
@@ -103,8 +105,26 @@ class Federation:
         a, split = self.algorithm, self.split
         trainers = None if split.role is None else split.trainers
         count = split.clients if trainers is None else len(trainers)
+        if (picked := self.picked(when, a.cohort(count))) is not None:
+            return picked
         cohort = cohort_of(when, count, a.cohort(count), a.sampling, self.seed)
         return cohort if trainers is None else trainers[cohort]
+
+    def picked(self, when: int, n: int) -> np.ndarray | None:
+        """The cohort that the method's server chooses itself, if it does."""
+        a, world = self.algorithm, self.engine.world
+        if type(a).choose is Algorithm.choose:
+            return None
+        chosen = a.at(when, world).choose(self.server, world, n, Draw(self.seed, when, None, self.engine.dtype, self.engine.device))
+        if chosen is None:
+            return None
+        if self.split.role is not None:
+            raise UsageError(f"{a.name} chooses its clients itself, which --split users does not let it; use another split")
+        cohort = np.unique(chosen.cpu().numpy()) if isinstance(chosen, Tensor) and chosen.dim() == 1 else np.zeros(0)
+        sound = cohort.dtype == np.int64 and len(cohort) == len(chosen) and 0 < len(cohort) <= n
+        if not sound or cohort[0] < 0 or cohort[-1] >= world.clients:
+            raise fault(type(a), "choose", f"choose must return up to {n} different client numbers from 0 to {world.clients - 1}")
+        return cohort
 
     def samples(self, when: int, cohort: np.ndarray | None = None) -> Samples:
         """What the chosen clients, or those given, train on in a round."""
@@ -121,8 +141,8 @@ class Federation:
         self.rebuilt = None
         a, engine, failures, now = self.algorithm, self.engine, self.failures, (self.seed, self.round)
         chosen = self.chosen(self.round)
-        if isinstance(a, Central):
-            return self.central_round(a, Pool.of(self.samples(self.round, chosen), *now, engine.dtype, engine.device))
+        if not a.federated:
+            return self.central_round(pool_of(self.samples(self.round, chosen), *now, engine.dtype, engine.device))
         cohort = failures.answering(chosen, *now)
         self.counts["dropped"] += len(chosen) - len(cohort)
         if not len(cohort):
@@ -144,13 +164,13 @@ class Federation:
                 raise Diverged(self.round, f"the training loss of {int(lost.sum())} of {len(cohort)} clients (the first is user {first})")
             # a client that keeps nothing carries no damage on: it sends nothing this time
             result = replace(result, uploads=result.uploads.only(~lost), loss=result.loss[~lost])
-        uploads = result.uploads
-        self.bytes_up += uploads.bytes()
-        for hop in self.channel:
-            uploads = hop(uploads)
-        taken = failures.screened(failures.damaged(uploads, *now))
-        self.counts["rejected"] += len(cohort) - len(taken.clients)
-        self.server, seen = self.aggregated(taken)
+        uploads, trip = result.uploads, Trip(*now)
+        hops, sums = ordered(self.hops)
+        for hop in hops:
+            uploads = hop(uploads, trip)
+        self.bytes_up += trip.bytes
+        self.counts["rejected"] += len(cohort) - len(uploads.clients)
+        self.server, seen = self.aggregated(uploads, sums, trip)
         self.visits[cohort] += 1
         self.bytes_down += result.bytes_down
         self.store.room.release()
@@ -161,9 +181,9 @@ class Federation:
         own = self.store.clients
         return slice(0, len(cohort)) if len(own) == len(self.visits) else slice(*np.searchsorted(cohort, [own.start, own.stop]))
 
-    def central_round(self, algorithm: Central, pool: Pool) -> Round:
+    def central_round(self, pool: Pool) -> Round:
         """One pass over everybody's samples in one place: nobody is visited and nothing travels."""
-        engine = self.engine
+        engine, algorithm = self.engine, cast(Central, self.algorithm)
         draw = Draw(self.seed, self.round, None, engine.dtype, engine.device)
         kernel_check.pooled(engine, algorithm, self.server, pool, draw)
         server, loss = algorithm.epoch(self.server, pool, draw, engine.kernels)
@@ -175,7 +195,7 @@ class Federation:
         nobody = Uploads(engine.world, torch.zeros(0, dtype=torch.int64))
         return Round(nobody, loss.reshape(1), bytes_down=0, updates=sum(value.numel() for value in self.server.values()))
 
-    def aggregated(self, uploads: Uploads) -> tuple[Tensors, Uploads]:
+    def aggregated(self, uploads: Uploads, sums: tuple[Hop, ...], trip: Trip) -> tuple[Tensors, Uploads]:
         """The server after its step, and what it saw of the uploads.
 
         Only if the step is not finite are uploads looked at one by one: a pass over all of them costs time. What is summed under masks
@@ -185,10 +205,12 @@ class Federation:
             return self.server, uploads
         sound = uploads.finite() if uploads.summed else None
         if sound is None or sound.all():
-            arrived = replace(sealed(uploads, self.seed, self.round), room=self.store.room)
+            arrived = replace(uploads, room=self.store.room)
+            for hop in sums:
+                arrived = hop(arrived, trip)
             draw, lost = Draw(self.seed, self.round, None, self.engine.dtype, self.engine.device), None
             try:
-                server = self.algorithm.aggregate(self.server, arrived, draw)
+                server = self.algorithm.at(self.round, self.engine.world).aggregate(self.server, arrived, draw)
                 finite({name: value for name, value in server.items() if name not in self.algorithm.mailed})
             except NotFinite as error:
                 lost = error.what
@@ -199,7 +221,7 @@ class Federation:
             if sound.all():
                 raise Diverged(self.round, said[0])
         self.counts["rejected"] += int((~sound).sum())
-        return self.aggregated(uploads.only(sound))
+        return self.aggregated(uploads.only(sound), sums, trip)
 
     def is_own(self, name: str) -> bool:
         """Whether ranks that share the run have a part each of what `state` calls so."""
@@ -211,7 +233,7 @@ class Federation:
         room, kept = self.store.room, self.store.kept
         if kept is None:
             return server | {f"client/{name}": value for name, value in self.store.tensors.items()}
-        for name in self.algorithm.mailed if self.server else ():
+        for name in self.algorithm.mailed if "slot" in self.server else ():
             slot = self.server["slot"]
             has = slot >= 0
             server[f"server/{name}"] = Picked(self.server[name], slot[has], room)
@@ -233,7 +255,7 @@ class Federation:
                 store.room.release()
         self.server = {name.removeprefix("server/"): value for name, value in state.items() if name.startswith("server/")}
         if isinstance(store.room, Disk):
-            for name in self.algorithm.mailed if self.server else ():
+            for name in self.algorithm.mailed if "slot" in self.server else ():
                 rows, size = len(self.server[name]), at_once(self.server[name])
                 chunks = (state[f"server/{name}"][start : start + size] for start in range(0, rows, size))
                 self.server[name] = filled(store.room, len(self.visits) + rows, chunks)
@@ -256,6 +278,10 @@ class Federation:
     def spent(self, unit: str) -> int:
         """How much of a budget in rounds, visits or bytes is used."""
         return {"rounds": self.round, "visits": int(self.visits.sum()), "bytes": self.bytes_up + self.bytes_down}[unit]
+
+    def readings(self) -> dict[str, dict[str, np.ndarray]]:
+        """What metrics of the method's further readings (`scores`) are made of, by name."""
+        return {name: self.evaluated(self.evaluator.reading(name).outcome) for name in self.algorithm.scores}
 
     def outcome(self) -> dict[str, np.ndarray]:
         """What metrics are made of, see Evaluator.outcome."""

@@ -26,8 +26,8 @@ from fedbench.errors import FedbenchError
 from fedbench.simulation.client_store import ClientStore, SomeClients
 
 if TYPE_CHECKING:
+    from fedbench.contract.central import Central, Pool
     from fedbench.contract.randomness import Draw
-    from fedbench.parts.central import Central, Pool
     from fedbench.simulation.engine import Engine
     from fedbench.simulation.scoring import Evaluator
 

@@ -14,7 +14,6 @@ from fedbench.data.sampling import sample_round
 from fedbench.data.split import Split
 from fedbench.errors import UsageError
 from fedbench.evaluation.metrics import ranking_metrics
-from fedbench.parts.central import Central
 from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.engine import Engine
 from fedbench.simulation.federation import world_of
@@ -26,7 +25,7 @@ ROUNDS = 30
 
 def check(algorithm: Algorithm, answer: Answer) -> None:
     """Raise UsageError if an algorithm has nothing that a user who was not in training could build upon."""
-    if isinstance(algorithm, Central):
+    if not algorithm.federated:
         raise UsageError(f"{algorithm.name} has no private part that a new user could learn: all data is in one place; train again with it")
     if answer.personal or not answer.shared:
         raise UsageError(

@@ -25,7 +25,6 @@ from fedbench.contract.plugin_errors import Misuse, PluginError, blame
 from fedbench.data.protocol import PRESETS
 from fedbench.data.split import Split, split
 from fedbench.errors import FedbenchError
-from fedbench.parts.central import Central
 from fedbench.simulation import workers
 from fedbench.simulation.answers_checked import checked, look_back
 from fedbench.simulation.federation import Federation
@@ -40,7 +39,7 @@ EACH = 9
 
 def check_local_work(algorithm: Algorithm, dtype: torch.dtype = torch.float32) -> None:
     """Raise PluginError, with file, line and function, for what an algorithm's code does wrong, before anything is written."""
-    if isinstance(algorithm, Central) and type(algorithm).__module__.startswith("fedbench."):
+    if not algorithm.federated and type(algorithm).__module__.startswith("fedbench."):
         return  # with its kernel it never needs torch.optim, which takes seconds to load
     workers.together(lambda: _rehearsed(algorithm, dtype))
 
@@ -78,7 +77,7 @@ def rehearse(algorithm: Algorithm, dtype: torch.dtype, clients: int, items: int)
         items += 2
     few: dict[str, Any] = {"local_epochs": min(algorithm.local_epochs, 2)}
     few |= {} if algorithm.clients_per_round is None else {"clients_per_round": min(algorithm.clients_per_round, clients)}
-    shown, seen = checked(algorithm if isinstance(algorithm, Central) else replace(algorithm, **few))
+    shown, seen = checked(algorithm if not algorithm.federated else replace(algorithm, **few))
     federation = Federation.start(shown, tiny(clients, items, shown.predicts_ratings), 0, dtype=dtype, kernel="off", compile=False)
     federation.engine = federation.engine.twin(kernels=False)
     federation.evaluator = copy.copy(federation.evaluator)

@@ -5,6 +5,7 @@ Ties count against the held-out item, and so does a score that is not a number: 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 
 import numpy as np
@@ -43,9 +44,17 @@ class Evaluator:
         self.kernels = kernels and device == "cpu" and not kernel_check.overridden(algorithm, "fused_score")
         self.checked: set[bool] = set()
         """whether clients that were sent nothing, or something, have been scored by both paths, see kernel_check"""
+        self.how = "score"
+        """the function that scores"""
         self.ready: tuple[Answer, fused.Layers] | None = None
         self.at_start = np.zeros((4, 0), np.int64)
         """[4, U] sampled and full ranks of clients that never took part, 0 if not known yet; empty while there are none"""
+
+    def reading(self, name: str) -> Evaluator:
+        """An evaluator of `score_<name>` in place of `score`; no kernel stands for it."""
+        other = copy.copy(self)
+        other.kernels, other.at_start, other.how = False, np.zeros((4, 0), np.int64), f"score_{name}"
+        return other
 
     def outcome(self, store: ClientStore, answer: Answer) -> dict[str, np.ndarray]:
         """What metrics are made of: the rank of each client's held-out item [U], or on a rating split each prediction [N]."""
@@ -106,7 +115,7 @@ class Evaluator:
             theirs = sent_whole(answer, clients) if items is None else sent_rows(answer, clients, items, tables)
         if dtype:
             own, theirs = kernel_check.in_type(own, dtype), kernel_check.in_type(theirs, dtype)
-        return vmapped(self.algorithm.score, own, theirs)
+        return vmapped(getattr(self.algorithm, self.how), own, theirs)
 
     def layers(self, plan: fused.NeuMFBCE, answer: Answer) -> fused.Layers:
         """What all clients are sent, made ready to score with, once for all chunks of an evaluation."""
