@@ -168,7 +168,7 @@ def runs_in(out: Path) -> list[Path]:
 
 
 def kill_kind(kind: str, out: Path, chance: random.Random) -> bool:
-    """SIGKILL when a random number of rounds is done, of all runs together, or a little later; of torchrun's ranks the first is killed."""
+    """SIGKILL when a random number of rounds is done, of all runs together, or a little later; of torchrun's workers the first one."""
     process = begun(kind, out)
     rounds = ROUNDS if kind in ("refit", "mlflow", "torchrun") else 2 * ROUNDS
     after, more = chance.randrange(-1, rounds + 1), chance.choice([0.0, 0.0, 0.1, 0.5, 2.0])

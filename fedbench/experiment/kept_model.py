@@ -48,10 +48,10 @@ class Aside:
         size = state_bytes(federation)
         mine = size * workers.on_this_machine() / workers.count()
         fits = size <= SMALL_BYTES or (federation.engine.device == "cpu" and mine <= FREE_SHARE * free_memory())
-        if not workers.anywhere(isinstance(federation.store.room, Disk) or not fits)[0]:
+        if not workers.on_any(isinstance(federation.store.room, Disk) or not fits):
             return "memory"
         what = f"the reported round's state (up to {human(size)})"
-        if self.config.keep_state == "best" or workers.told(lambda: 2 * size <= shutil.disk_usage(self.out).free):
+        if self.config.keep_state == "best" or workers.broadcast(lambda: 2 * size <= shutil.disk_usage(self.out).free):
             log.info("%s is written aside whenever a round becomes the best; --keep-state last saves that", what)
             return "file"
         log.warning("there is no room to set aside %s: the last round's is kept", what)
@@ -111,8 +111,8 @@ def keep_model(out: Path, federation: Federation, best: Best, config: RunConfig)
     wants_last = config.keep_state == "last" or best.round == federation.round
     if not wants_last and best.state:
         size, round_ = write(out, checkpoint.MODEL, best.state, federation, best.round, best, config), best.round
-    elif not wants_last and workers.told(lambda: written(out, best) is not None):
-        size, round_ = workers.told(lambda: checkpoint.rename(out, checkpoint.BEST, checkpoint.MODEL)), best.round
+    elif not wants_last and workers.broadcast(lambda: written(out, best) is not None):
+        size, round_ = workers.broadcast(lambda: checkpoint.rename(out, checkpoint.BEST, checkpoint.MODEL)), best.round
     else:
         size, round_ = write(out, checkpoint.MODEL, federation.state(), federation, federation.round, best, config), federation.round
     hint = "" if round_ == best.round else f", not of the reported round {best.round}: --keep-state best keeps that"
@@ -130,5 +130,5 @@ def write(
             checkpoint.prune(out, keep=1)
         return checkpoint.save(out, name, facts, tensors)
 
-    size: int = workers.told(save, [*lent(state).values()])
+    size: int = workers.broadcast(save, [*lent(state).values()])
     return size

@@ -118,7 +118,7 @@ def run(config: RunConfig) -> dict[str, Any]:
         device = workers.own_device(device)
     workers.join(device)
     workers.agree("other flags", config.hash8)
-    parts, dataset = workers.together(lambda: prepare(config.dataset, config.protocol, config.data))
+    parts, dataset = workers.run_on_all(lambda: prepare(config.dataset, config.protocol, config.data))
     workers.agree("other data", lambda: f"{parts.checksum} {parts.fingerprint}")
     check_cohort(config.algorithm, parts)
     dtype = getattr(torch, config.dtype)
@@ -126,12 +126,12 @@ def run(config: RunConfig) -> dict[str, Any]:
     memory.check(config.algorithm, parts, world_of(parts), dtype, device, -(-parts.clients // workers.count()))
     if parts.newcomers:
         new_users.check_before_training(config.algorithm, parts, config.seed)
-    if workers.anywhere(workers.restarted())[0]:
+    if workers.on_any(workers.restarted()):
         config = once_more(config)
-    out = Path(workers.told(lambda: str(choose_folder(config))))
+    out = Path(workers.broadcast(lambda: str(choose_folder(config))))
     with claimed(out) if workers.is_first() else nullcontext(), compiling_is_said():
-        workers.told(lambda: refuse_other_package(out, config))
-        if summary := workers.told(lambda: finished.find(out, config, parts)):
+        workers.broadcast(lambda: refuse_other_package(out, config))
+        if summary := workers.broadcast(lambda: finished.find(out, config, parts)):
             if workers.is_first():
                 finished.say(out, config, summary, parts)
             return summary

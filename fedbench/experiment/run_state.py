@@ -45,10 +45,10 @@ def whole(state: Mapping[str, Tensor | Picked], federation: Federation) -> dict[
     mail = [value for name, value in state.items() if federation.is_own(name) and name.startswith("server/")]
     slot, own = state.get("server/slot"), federation.store.clients
     if mail and isinstance(slot, Tensor):
-        before = sum(workers.exchanged(lambda: mail[0].shape[0])[: workers.number()])
+        before = sum(workers.gather(lambda: mail[0].shape[0])[: workers.number()])
         mine["server/slot"] = torch.where(slot < 0, slot, slot + before)[own.start : own.stop]
-    gathered = workers.gathered(lambda: mine, federation.engine.device, first_only=True)
-    return {**state, **gathered, **workers.spread(lent(state))}
+    gathered = workers.gather_tensors(lambda: mine, federation.engine.device, first_only=True)
+    return {**state, **gathered, **workers.streamed(lent(state))}
 
 
 def lent(state: Mapping[str, Tensor | Picked]) -> dict[str, Picked]:
@@ -77,7 +77,7 @@ def save(out: Path, federation: Federation, best: Best, config: RunConfig) -> No
         "best_round": best.round,
         "best_score": best.score,
     }
-    workers.told(lambda: checkpoint.save_round(out, federation.round, facts, tensors), [*lent(state).values()])
+    workers.broadcast(lambda: checkpoint.save_round(out, federation.round, facts, tensors), [*lent(state).values()])
 
 
 def save_again(out: Path, federation: Federation, round_: int, best: Best, config: RunConfig) -> None:
@@ -120,7 +120,7 @@ def told_state(find: Callable[[], tuple[bool, checkpoint.State | None]]) -> tupl
         resume, state = find()
         return resume, (str(state.path), state.facts) if state else None
 
-    resume, state = workers.told(words)
+    resume, state = workers.broadcast(words)
     return resume, checkpoint.State(Path(state[0]), state[1]) if state else None
 
 
@@ -130,23 +130,23 @@ def own_part(state: checkpoint.State, federation: Federation) -> Mapping[str, Te
     tensors = state.tensors(device) if workers.is_first() else {}
     if workers.count() == 1:
         return tensors
-    names = workers.told(lambda: list(tensors))
+    names = workers.broadcast(lambda: list(tensors))
     found: Tensors = {}
     rows = own
     if "clients" in names:  # those alone that have taken part
-        clients = workers.dealt(lambda: tensors["clients"], device)
+        clients = workers.scatter_rows(lambda: tensors["clients"], device)
         rows = range(*torch.searchsorted(clients, torch.tensor([own.start, own.stop], device=device)).tolist())
         found["clients"] = clients[rows.start : rows.stop]
     for server in ("server/", "best_state/server/"):
         mail = [f"{server}{name}" for name in federation.algorithm.mailed if f"{server}{name}" in names]
         if mail:
-            slots = workers.dealt(partial(tensors.__getitem__, f"{server}slot"), device)
+            slots = workers.scatter_rows(partial(tensors.__getitem__, f"{server}slot"), device)
             letters, found[f"{server}slot"] = own_mail(slots, own)
-            found |= {name: workers.dealt(partial(tensors.__getitem__, name), device, letters.tolist(), room) for name in mail}
+            found |= {name: workers.scatter_rows(partial(tensors.__getitem__, name), device, letters.tolist(), room) for name in mail}
     for name in names:
         if name not in found:
             theirs = name.startswith(("client/", "best_state/client/"))
-            found[name] = workers.dealt(partial(tensors.__getitem__, name), device, rows if theirs else None, room)
+            found[name] = workers.scatter_rows(partial(tensors.__getitem__, name), device, rows if theirs else None, room)
     return found
 
 

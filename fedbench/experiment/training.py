@@ -73,7 +73,7 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
                     # a later round wins a tie on test, as in the published code; on validation the earlier one stands
                     score = -scores[on]["rmse"] if parts.held else scores[on][SELECT[on]]
                     better = score > best.score or (on == "test" and score == best.score)
-                if workers.anywhere(better)[0]:
+                if workers.on_any(better):
                     best.round, best.score, best.outcome = federation.round, score, outcome
                     if not parts.held:  # the next round may be better: if the model is small its full ranking can wait
                         best.unranked = federation.frozen() or federation
@@ -89,7 +89,7 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
             counts = dict(federation.counts)
             run_log.round(line)
             bar.update(min(spent, limit) - before)
-            stop, due = workers.anywhere(interrupted(), cadence.due(federation.round))
+            stop, due = workers.on_any(interrupted()), workers.on_any(cadence.due(federation.round))
             if stop:
                 save(out, federation, best, config)
                 log.info("the state after round %d is saved", federation.round)
@@ -123,7 +123,7 @@ def refit(federation: Federation, rounds: int, run_log: RunLog, config: RunConfi
                 line["loss"] = float(result.loss.mean())
             run_log.refit_round({**line, "seconds": time.perf_counter() - started})
             bar.update()
-            if workers.anywhere(interrupted())[0]:
+            if workers.on_any(interrupted()):
                 again = "goes on, and begins the refit again"
                 raise Interrupted(f"interrupted after round {federation.round} of the refit; {how_to_go_on(config, out, again)}")
     return {"test": federation.sampled_ranks()["test"], "full_test": federation.full_ranks()["test"]}

@@ -50,7 +50,7 @@ def exposure(uploads: Uploads, tables: Collection[str], split: Split, seed: int,
         _auc(clients[picked[mine]], split.train_ptr, split.train_item, split.items, ptr, item, np.nan_to_num(moved, nan=np.inf), auc)
         return {"auc": torch.from_numpy(auc)}
 
-    auc = workers.gathered(part, "cpu")["auc"].numpy()
+    auc = workers.gather_tensors(part, "cpu")["auc"].numpy()
     told = auc[np.isfinite(auc[:, 0])]
     return {"exposure/auc": float(told[:, 0].mean()), "exposure/auc_rows": float(told[:, 1].mean())} if len(told) else {}
 

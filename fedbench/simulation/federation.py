@@ -86,7 +86,7 @@ class Federation:
         own = workers.share(split.train_counts)
         if client_store == "auto":
             roomy = device != "cpu" or folder is None or fits(algorithm, world, draw, len(own) * workers.on_this_machine())
-            client_store = "mmap" if workers.anywhere(not roomy)[0] else "ram"
+            client_store = "mmap" if workers.on_any(not roomy) else "ram"
         return cls(
             algorithm,
             split,
@@ -156,7 +156,7 @@ class Federation:
                 return None
             return engine.run_cohort(self.server, self.store, self.samples(self.round, cohort[mine]), self.round, epochs[mine])
 
-        result = workers.joined(part, lambda: engine.uploads(cohort, {}), mine.start, a.tables)
+        result = workers.merge_round(part, lambda: engine.uploads(cohort, {}), mine.start, a.tables)
         if not math.isfinite(result.loss.sum()):
             lost = ~result.loss.isfinite()
             if lost.all() or not a.reconstructs:
@@ -214,7 +214,7 @@ class Federation:
                 finite({name: value for name, value in server.items() if name not in self.algorithm.mailed})
             except NotFinite as error:
                 lost = error.what
-            said = [what for what in workers.exchanged(lambda: lost) if what]
+            said = [what for what in workers.gather(lambda: lost) if what]
             if not said:
                 return server, arrived
             sound = uploads.finite()
@@ -264,7 +264,7 @@ class Federation:
         """A copy that stays as it is, to be evaluated later; None if it would be large."""
         held = (*self.server.values(), *self.store.tensors.values())
         large = self.store.kept is not None or sum(value.numel() * value.element_size() for value in held) > FROZEN_BYTES
-        if workers.anywhere(large)[0]:
+        if workers.on_any(large):
             return None
         server = {name: value.clone() for name, value in self.server.items()}
         rebuilt = (server, self.rebuilt[1]) if self.rebuilt and self.rebuilt[0] is self.server else None
@@ -299,7 +299,7 @@ class Federation:
             mine = {name: held[name].ptr[[own.start, own.stop]] if held else ends for name in found}
             return {name: torch.from_numpy(value[slice(*mine[name])]) for name, value in found.items()}
 
-        return {name: value.numpy() for name, value in workers.gathered(part, "cpu").items()}
+        return {name: value.numpy() for name, value in workers.gather_tensors(part, "cpu").items()}
 
     def private(self) -> ClientStore:
         """What clients score with: what they keep or, if they keep nothing, what they rebuild from all their training items."""

@@ -1,11 +1,11 @@
-"""Where a cohort runs: in this process alone, or shared out over the ranks of torchrun.
+"""Where a cohort runs: in this process alone, or shared out over the workers that torchrun starts.
 
     torchrun --standalone --nproc-per-node 2 train.py --algo fedmf --dataset ml-1m
 
-A rank holds a range of the clients. It trains and ranks them, and each takes the same server's step as one process would: the tables
-and rows of tables that clients upload stay on their rank, which sums its rows for all and mixes tables for its own clients; everything
-else goes to every rank in the order of the cohort. In one process everything here is the identity. What ranks say to each other is
-tensors and JSON.
+A worker holds a range of the clients; it trains and evaluates them. Every worker takes the server's step as one process would. Tables
+and rows of tables that clients upload stay on their worker, which sums its rows for all workers and mixes tables for its own clients;
+everything else goes to every worker in the order of the cohort. With one worker everything here is the identity. Workers exchange
+tensors and JSON, nothing that is unpickled.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from fedbench.kernels.mixing import BLOCK
 from fedbench.simulation.engine import Round
 
 TIMEOUT = timedelta(minutes=30)
-"""a rank that says nothing for so long is lost; one that ended is noticed at once"""
+"""a worker that says nothing for so long is lost; one that ended is noticed at once"""
 PATIENCE = timedelta(seconds=20)
-"""a run that failed waits so long for the first rank to say why"""
+"""how long the others wait for the first worker to print why the run failed"""
 OVER = 1
 """tag of that message"""
 DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.int64, torch.int32, torch.bool)}
@@ -50,7 +50,7 @@ _alone = False
 
 
 def count() -> int:
-    """How many ranks share this run."""
+    """How many workers share this run."""
     return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() and not _alone else 1
 
 
@@ -66,51 +66,51 @@ def alone() -> Iterator[None]:
 
 
 def number() -> int:
-    """Which of them this process is."""
+    """This process among the workers, from 0."""
     return int(os.environ["RANK"]) if dist.is_torchelastic_launched() else 0
 
 
 def is_first() -> bool:
-    """The first rank writes, logs and speaks for all."""
+    """Whether this is worker 0, which alone writes files, logs and prints."""
     return number() == 0
 
 
 def on_this_machine() -> int:
-    """How many ranks this machine's cores are shared by."""
+    """How many workers share this machine's cores."""
     return int(os.environ["LOCAL_WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
 
 
 def restarted() -> bool:
-    """Ranks were lost, and torchrun has started all of them again."""
+    """Whether torchrun has started the workers again after one was lost."""
     return dist.is_torchelastic_launched() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def own_device(device: str) -> str:
-    """The rank's own: GPUs are dealt out to the ranks of a machine."""
+    """This worker's device: the GPUs of a machine go to its workers in turn."""
     if device == "cpu":
         return device
     if device != "cuda":
-        raise UsageError(f"--device {device}: ranks take a GPU each, or the CPU; use --device cuda or cpu")
+        raise UsageError(f"--device {device}: workers take a GPU each, or the CPU; use --device cuda or cpu")
     return f"cuda:{int(os.environ['LOCAL_RANK']) % torch.cuda.device_count()}"
 
 
 def join(device: str) -> None:
-    """Meet the other ranks, if there are any and that was not done yet."""
+    """Connect to the other workers, if there are any and it is not connected yet."""
     if count() == 1 or dist.is_initialized():
         return
     if on_this_machine() == count():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    with peers():
+    with lost_workers_end_the_run():
         store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
-        own = dist.PrefixStore(password(store), store)
+        own = dist.PrefixStore(session_key(store), store)
         backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
         dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT)
 
 
-def password(store: dist.Store) -> str:
-    """A word that the ranks of this start share: torchrun's store still has what ranks said before they were started again.
+def session_key(store: dist.Store) -> str:
+    """A key that all workers of this start share: torchrun's store still holds entries of workers from before a restart.
 
-    Each calls itself by a new name; the first answers every name that it finds, an old one in vain, until all have heard it.
+    Each worker registers under a fresh name. Worker 0 answers every name that it finds, stale ones too, until all have acknowledged.
     """
     mine = secrets.token_hex(8)
     if not is_first():
@@ -120,20 +120,20 @@ def password(store: dist.Store) -> str:
         return word
     others = range(1, count())
     deadline = time.monotonic() + TIMEOUT.total_seconds()
-    while not store.check([f"heard/{mine}/{rank}" for rank in others]):
-        for rank in others:
-            if store.check([f"name/{rank}"]):
-                store.set(f"answer/{store.get(f'name/{rank}').decode()}", mine)
+    while not store.check([f"heard/{mine}/{worker}" for worker in others]):
+        for worker in others:
+            if store.check([f"name/{worker}"]):
+                store.set(f"answer/{store.get(f'name/{worker}').decode()}", mine)
         if time.monotonic() > deadline:
-            raise RuntimeError(f"not all of {count()} ranks have come")
+            raise RuntimeError(f"not all of {count()} workers have come")
         time.sleep(0.02)
     return mine
 
 
 def speaks() -> bool:
-    """Whether this rank is the one to say what went wrong: the first, which hears of everybody's errors.
+    """Whether this worker prints the error: worker 0, which learns of everybody's errors.
 
-    Before they have met another one does if the first has not failed too, for then torchrun ends all others.
+    Before the workers are connected another one may: it waits first, for torchrun ends all others as soon as worker 0 has failed.
     """
     if not is_first() and not dist.is_initialized():
         time.sleep(PATIENCE.total_seconds())
@@ -142,34 +142,34 @@ def speaks() -> bool:
 
 
 def leave(code: int) -> None:
-    """Part from the other ranks. If the run failed the first goes first: torchrun ends all others as soon as one has."""
+    """Disconnect. If the run failed, worker 0 ends first, with its message printed: torchrun ends all others as soon as one has ended."""
     if not dist.is_initialized():
         return
     over = torch.zeros(1)
     with suppress(RuntimeError):
         if code and is_first():
-            for rank in range(1, count()):
-                dist.isend(over, rank, tag=OVER)
+            for worker in range(1, count()):
+                dist.isend(over, worker, tag=OVER)
         elif code and (waits := dist.irecv(over, 0, tag=OVER)):
             waits.wait(PATIENCE)
     dist.destroy_process_group()
 
 
 @contextmanager
-def peers() -> Iterator[None]:
-    """Words with the others: if one of them is gone, this run ends too."""
+def lost_workers_end_the_run() -> Iterator[None]:
+    """Around every exchange: torch's error for a lost worker becomes one line that says how to resume."""
     try:
         yield
     except RuntimeError as error:
         why = " ".join(str(error).split())[:200]
         raise FedbenchError(
-            f"another rank is gone ({why}); give the same command again, or let torchrun do that (--max-restarts 3): "
+            f"another worker is gone ({why}); give the same command again, or let torchrun do that (--max-restarts 3): "
             "with --out the run goes on from its last checkpoint"
         ) from error
 
 
 def share(cost: np.ndarray) -> range:
-    """This rank's clients, of U that cost so much each: ranges of about equal cost and length."""
+    """This worker's clients, of U with these costs: the workers' ranges have about equal cost and length."""
     if count() == 1:
         return range(len(cost))
     done = np.cumsum(cost / max(1e-300, cost.mean()) + 1)
@@ -178,8 +178,8 @@ def share(cost: np.ndarray) -> range:
     return range(int(bounds[number()]), int(bounds[number() + 1]))
 
 
-def exchanged(work: Callable[[], Any]) -> list[Any]:
-    """What `work` gives on each rank, as JSON says it. What it raises on one rank is raised on all."""
+def gather(work: Callable[[], Any]) -> list[Any]:
+    """What `work` returns on each worker, in JSON's types. What it raises on one worker is raised on all."""
     if count() == 1:
         return [work()]
     mine: Exception | None = None
@@ -190,19 +190,19 @@ def exchanged(work: Callable[[], Any]) -> list[Any]:
         mine = error
         said = str(error) if isinstance(error, FedbenchError) else f"{type(error).__name__}: {error}"
         word = {"error": said, "code": getattr(error, "exit_code", 1), "not_finite": error.what if isinstance(error, NotFinite) else None}
-    words = _words(json.dumps(word).encode())
-    for rank, word in enumerate(words):
+    words = _all_gather_json(json.dumps(word).encode())
+    for worker, word in enumerate(words):
         if "error" in word:
-            if mine and rank == number():
+            if mine and worker == number():
                 raise mine
             if word["not_finite"]:
                 raise NotFinite(word["not_finite"]) from mine
-            raise {2: UsageError, 3: DataError}.get(word["code"], FedbenchError)(f"{word['error']} (on rank {rank})") from mine
+            raise {2: UsageError, 3: DataError}.get(word["code"], FedbenchError)(f"{word['error']} (on worker {worker})") from mine
     return [word["said"] for word in words]
 
 
-def _words(mine: bytes) -> list[Any]:
-    with peers():
+def _all_gather_json(mine: bytes) -> list[Any]:
+    with lost_workers_end_the_run():
         sizes = torch.zeros(count(), dtype=torch.int64)
         sizes[number()] = len(mine)
         dist.all_reduce(sizes)
@@ -212,109 +212,109 @@ def _words(mine: bytes) -> list[Any]:
     return [json.loads(word.numpy().tobytes()) for word in found]
 
 
-def together(make: Callable[[], Made]) -> Made:
-    """What each rank makes for itself, if all of them can."""
+def run_on_all(make: Callable[[], Made]) -> Made:
+    """What `make` returns here, after it has succeeded on every worker."""
     made: list[Made] = []
-    exchanged(lambda: made.append(make()))
+    gather(lambda: made.append(make()))
     return made[0]
 
 
 def agree(what: str, word: Callable[[], str]) -> None:
-    """Refuse to go on if a rank's word is not that of the first."""
-    words = exchanged(word)
-    for rank, other in enumerate(words):
+    """Refuse to run if a worker's word differs from that of worker 0."""
+    words = gather(word)
+    for worker, other in enumerate(words):
         if other != words[0]:
-            raise UsageError(f"rank {rank} has {what} than rank 0 ({other}, not {words[0]}); give all machines the same")
+            raise UsageError(f"worker {worker} has {what} than worker 0 ({other}, not {words[0]}); give all machines the same")
 
 
-def told(work: Callable[[], Any], lent: Sequence[Picked] = ()) -> Any:
-    """What `work` gives on the first rank, where alone it is done; values of JSON. Meanwhile the others lend it rows, see `Spread`."""
-    return exchanged(lambda: _served(work, len(lent)) if is_first() else _serve(lent))[0]
+def broadcast(work: Callable[[], Any], streamed: Sequence[Picked] = ()) -> Any:
+    """What `work` returns on worker 0, where alone it runs; values of JSON. Meanwhile the others send it the rows of `StreamedRows`."""
+    return gather(lambda: _run_served(work, len(streamed)) if is_first() else _serve_rows(streamed))[0]
 
 
-def _served(work: Callable[[], Any], lent: int) -> Any:
+def _run_served(work: Callable[[], Any], streamed: int) -> Any:
     try:
         return work()
     finally:
-        for rank in range(1, count()) if lent else ():
-            with peers():
-                dist.send(torch.tensor([-1, 0, 0]), rank)
+        for worker in range(1, count()) if streamed else ():
+            with lost_workers_end_the_run():
+                dist.send(torch.tensor([-1, 0, 0]), worker)
 
 
-def _serve(lent: Sequence[Picked]) -> None:
-    """Send the first rank the rows that it asks for, until it needs no more."""
-    while lent:
+def _serve_rows(streamed: Sequence[Picked]) -> None:
+    """Send worker 0 the rows that it asks for, until it asks for none."""
+    while streamed:
         asked = torch.empty(3, dtype=torch.int64)
-        with peers():
+        with lost_workers_end_the_run():
             dist.recv(asked, 0)
             which, start, stop = asked.tolist()
             if which < 0:
                 return
-            dist.send(lent[which].tensor[lent[which].rows[start:stop]], 0)
-        lent[which].room.release()
+            dist.send(streamed[which].tensor[streamed[which].rows[start:stop]], 0)
+        streamed[which].room.release()
 
 
 @dataclass(frozen=True)
-class Spread(Picked):
-    """Rows that lie on all ranks, in their order: the first, whose own these are, reads the others' while those serve."""
+class StreamedRows(Picked):
+    """Rows of all workers, in the workers' order, read on worker 0 in chunks while the others serve theirs (see `broadcast`)."""
 
     counts: Sequence[int] = ()
-    """rows on each rank"""
+    """rows on each worker"""
     which: int = 0
-    """of all that is lent"""
+    """its place among all that is streamed at once"""
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (sum(self.counts), *self.tensor.shape[1:])
 
     def chunks(self) -> Iterator[Tensor]:
-        """Asked for one by one: who reads may give up in between."""
+        """Each chunk is asked for when it is needed: the reader may fail in between."""
         yield from super().chunks()
         size = at_once(self.tensor)
-        for rank, rows in enumerate(self.counts[1:], start=1):
+        for worker, rows in enumerate(self.counts[1:], start=1):
             for start in range(0, rows, size):
                 stop = min(start + size, rows)
                 chunk = self.tensor.new_empty(stop - start, *self.shape[1:])
-                with peers():
-                    dist.send(torch.tensor([self.which, start, stop]), rank)
-                    dist.recv(chunk, rank)
+                with lost_workers_end_the_run():
+                    dist.send(torch.tensor([self.which, start, stop]), worker)
+                    dist.recv(chunk, worker)
                 yield chunk
 
 
-def spread(pieces: Mapping[str, Picked]) -> dict[str, Picked]:
-    """The same with the rows of all ranks, for the first to read; names and their order are the same everywhere."""
+def streamed(pieces: Mapping[str, Picked]) -> dict[str, Picked]:
+    """Pieces that hold the rows of all workers, for worker 0 to read; names and their order must be equal on all workers."""
     if not pieces:
         return {}
-    counts = exchanged(lambda: [len(piece.rows) for piece in pieces.values()])
+    counts = gather(lambda: [len(piece.rows) for piece in pieces.values()])
     return {
-        name: Spread(piece.tensor, piece.rows, piece.room, [rank[which] for rank in counts], which)
+        name: StreamedRows(piece.tensor, piece.rows, piece.room, [rows[which] for rows in counts], which)
         for which, (name, piece) in enumerate(pieces.items())
     }
 
 
 def totals(*numbers: int) -> list[int]:
-    """Each number's sum over the ranks."""
+    """Each number's sum over the workers."""
     if count() == 1:
         return list(numbers)
     return [int(value) for value in total(torch.tensor(numbers))]
 
 
 def total(part: Tensor) -> Tensor:
-    """Its sum over the ranks, in place, the same on all of them to the last bit."""
-    with peers():
+    """Its sum over the workers, in place, equal on all of them to the last bit."""
+    with lost_workers_end_the_run():
         dist.all_reduce(part)
     return part
 
 
-def anywhere(*flags: bool) -> list[bool]:
-    """Whether each is true on any rank."""
-    return [number > 0 for number in totals(*map(int, flags))]
+def on_any(flag: bool) -> bool:
+    """Whether it is true on any worker."""
+    return totals(int(flag))[0] > 0
 
 
-def gathered(work: Callable[[], Tensors], device: str, first_only: bool = False) -> Tensors:
-    """The tensors that `work` gives on each rank, joined along their first dimension in the order of the ranks.
+def gather_tensors(work: Callable[[], Tensors], device: str, first_only: bool = False) -> Tensors:
+    """The tensors that `work` returns on each worker, concatenated along their first dimension in the order of the workers.
 
-    A name that a rank does not give counts as empty there. first_only: elsewhere than on the first rank nothing comes back.
+    A name that a worker does not return counts as empty there. first_only: only worker 0 receives them, the others get {}.
     """
     if count() == 1:
         return work()
@@ -324,11 +324,11 @@ def gathered(work: Callable[[], Tensors], device: str, first_only: bool = False)
         mine.update(work())
         return {name: [str(value.dtype), list(value.shape)] for name, value in mine.items()}
 
-    told = exchanged(facts)
-    joined: Tensors = {}
-    with peers():
-        for name, (dtype, shape) in {name: fact for rank in told for name, fact in rank.items()}.items():
-            ends = np.cumsum([rank[name][1][0] if name in rank else 0 for rank in told])
+    facts_of_all = gather(facts)
+    whole_of: Tensors = {}
+    with lost_workers_end_the_run():
+        for name, (dtype, shape) in {name: fact for one in facts_of_all for name, fact in one.items()}.items():
+            ends = np.cumsum([one[name][1][0] if name in one else 0 for one in facts_of_all])
             if first_only and not is_first():
                 if name in mine and len(mine[name]):
                     dist.send(mine[name].to(device).contiguous(), 0)
@@ -338,21 +338,21 @@ def gathered(work: Callable[[], Tensors], device: str, first_only: bool = False)
             if name in mine:
                 parts[number()].copy_(mine[name])
             if first_only:
-                for rank, part in enumerate(parts):
-                    if rank != number() and len(part):
-                        dist.recv(part, rank)
+                for worker, part in enumerate(parts):
+                    if worker != number() and len(part):
+                        dist.recv(part, worker)
             else:
-                under_way = [dist.broadcast(part, rank, async_op=True) for rank, part in enumerate(parts) if len(part)]
+                under_way = [dist.broadcast(part, worker, async_op=True) for worker, part in enumerate(parts) if len(part)]
                 for transfer in under_way:
                     transfer.wait()
-            joined[name] = whole
-    return joined
+            whole_of[name] = whole
+    return whole_of
 
 
-def passed(work: Callable[[], Tensor]) -> Iterator[Tensor]:
-    """The rows that `work` gives on each rank, in the order of the ranks: BLOCK numbers at once, so that they need not all fit in memory.
+def gather_blocks(work: Callable[[], Tensor]) -> Iterator[Tensor]:
+    """The rows that `work` returns on each worker, in the order of the workers, BLOCK numbers at a time: they need not all fit in memory.
 
-    All ranks must see the end of it. What `work` raises on one of them is raised on all.
+    Every worker must exhaust the iterator. What `work` raises on one of them is raised on all.
     """
     mine = torch.empty(0)
 
@@ -361,18 +361,18 @@ def passed(work: Callable[[], Tensor]) -> Iterator[Tensor]:
         mine = work().contiguous()
         return list(mine.shape)
 
-    for rank, (rows, *each) in enumerate(exchanged(shape)):
+    for worker, (rows, *each) in enumerate(gather(shape)):
         size = max(1, BLOCK // max(1, math.prod(each)))
         for start in range(0, max(1, rows), size):
-            some = mine[start : start + size] if rank == number() else mine.new_empty(min(size, rows - start), *each)
-            with peers():
+            some = mine[start : start + size] if worker == number() else mine.new_empty(min(size, rows - start), *each)
+            with lost_workers_end_the_run():
                 if some.numel():
-                    dist.broadcast(some, rank)
+                    dist.broadcast(some, worker)
             yield some
 
 
-def dealt(work: Callable[[], Tensor], device: str, own: range | list[int] | None = None, room: Memory = Memory()) -> Tensor:  # noqa: B008
-    """This rank's rows, or all of it, of the tensor that `work` gives on the first rank; in `room`, where they go in chunks."""
+def scatter_rows(work: Callable[[], Tensor], device: str, own: range | list[int] | None = None, room: Memory = Memory()) -> Tensor:  # noqa: B008
+    """This worker's rows (None: all) of the tensor that `work` returns on worker 0; copied into `room` chunk by chunk."""
     if count() == 1:
         return work()
     whole = torch.empty(0)
@@ -387,13 +387,13 @@ def dealt(work: Callable[[], Tensor], device: str, own: range | list[int] | None
             return Picked(whole, torch.tensor(rows, dtype=torch.int64, device=whole.device), Memory())
         return whole if rows is None else whole[rows["from"] : rows["to"]]
 
-    words = exchanged(facts)
+    words = gather(facts)
     dtype, shape, rows = words[0]
     if is_first():
-        for rank, (_, _, theirs) in enumerate(words[1:], start=1):
+        for worker, (_, _, theirs) in enumerate(words[1:], start=1):
             for chunk in in_chunks(part_of(theirs)):
-                with peers():
-                    dist.send(chunk.to(device).contiguous(), rank)
+                with lost_workers_end_the_run():
+                    dist.send(chunk.to(device).contiguous(), worker)
         found = part_of(rows)
         if isinstance(found, Tensor):
             return found
@@ -405,14 +405,14 @@ def dealt(work: Callable[[], Tensor], device: str, own: range | list[int] | None
         if is_first():
             chunk.copy_(next(come))
         else:
-            with peers():
+            with lost_workers_end_the_run():
                 dist.recv(chunk, 0)
         room.release()
     return part
 
 
 def in_chunks(value: Tensor | Picked) -> Iterator[Tensor]:
-    """Its rows, some at once, if there are any numbers."""
+    """Its rows in chunks of bounded size; nothing if it is empty."""
     if not math.prod(value.shape):
         return
     if isinstance(value, Picked):
@@ -421,11 +421,11 @@ def in_chunks(value: Tensor | Picked) -> Iterator[Tensor]:
         yield from value.split(at_once(value)) if value.dim() else [value]
 
 
-def joined(work: Callable[[], Round | None], make: Callable[[], Uploads], start: int, tables: Collection[str]) -> Round:
-    """The round of a whole cohort, of which each rank runs a part (None if it has no client of it), its clients from `start` on.
+def merge_round(work: Callable[[], Round | None], make: Callable[[], Uploads], start: int, tables: Collection[str]) -> Round:
+    """The round of a whole cohort, of which each worker runs a part: its clients begin at `start`, and None means that it has none.
 
-    Uploads named in `tables`, whole or rows of them, stay where they are; all else goes to every rank.
-    make: gives the uploads of the cohort with nothing in them yet.
+    Uploads named in `tables`, whole or as rows, stay on their worker; everything else goes to every worker.
+    make: returns the cohort's uploads with no tensors in them yet.
     """
     if count() == 1:
         alone = work()
@@ -449,22 +449,22 @@ def joined(work: Callable[[], Round | None], make: Callable[[], Uploads], start:
                 found[f"dense/{name}"] = value
         return found
 
-    tensors = gathered(part, str(nobody.clients.device))
+    tensors = gather_tensors(part, str(nobody.clients.device))
     uploads: dict[str, Tensor | Rows | Tables] = {}
     for key, found in tensors.items():
         kind, _, name = key.partition("/")
         if kind == "rows":
-            uploads[name] = placed(rows.get(name), found, len(nobody.clients), start)
+            uploads[name] = place_rows(rows.get(name), found, len(nobody.clients), start)
         elif kind == "tables":
-            uploads[name] = Tables(whole.get(name, found), start, len(nobody.clients), passed)
+            uploads[name] = Tables(whole.get(name, found), start, len(nobody.clients), gather_blocks)
         elif kind == "dense":
             uploads[name] = found
     down, updates = tensors["sizes"].sum(0).tolist()
     return Round(replace(nobody, tensors=uploads), tensors["loss"].cpu(), down, updates)
 
 
-def placed(own: Rows | None, none: Tensor, clients: int, start: int) -> Rows:
-    """This rank's rows in the whole cohort, where its first client stands at `start`; `none` [0, ...] if it has no client there."""
+def place_rows(own: Rows | None, none: Tensor, clients: int, start: int) -> Rows:
+    """This worker's rows as part of the whole cohort, in which its clients begin at `start`; `none` [0, ...] if it has no client there."""
     counts = torch.zeros(clients, dtype=torch.int64, device=none.device)
     if own is None:
         return Rows(counts, counts[:0], none, total)

@@ -1,6 +1,6 @@
-"""Clients shared out over ranks: real torchrun, real gloo, real kills. Every result is that of one process.
+"""Clients shared out over workers: real torchrun, real gloo, real kills. Every result is that of one process.
 
-`torchrun -m tests.test_ranks COMMAND ...` is what the ranks do: one command after another, for starting Python takes longer than they do.
+`torchrun -m tests.test_workers COMMAND ...` is what the workers do: one command after another, for starting Python takes longer than that.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ RUNS = {
 WRONG = {
     f"--algo central_mf {COMMON}": (2, "has all data in one place"),
     f"--algo fedmf {COMMON} --seeds 0-1": (2, "torchrun shares out one run"),
-    f"--algo fedmf {COMMON} --seed RANK": (2, "rank 1 has other flags than rank 0"),
+    f"--algo fedmf {COMMON} --seed NUMBER": (2, "worker 1 has other flags than worker 0"),
     "--algo fedmf --dataset BROKEN.csv --no-mlflow --quiet": (3, "BROKEN.csv:2"),
-    f"--algo fedmf {COMMON} --rounds 2 --out LAST-FAILS": (1, "no room (on rank 1)"),
-    f"{FEDEM} {COMMON} --rounds 2 --out LAST-NOT-FINITE": (1, "the last rank's mail is not finite in round 1"),
+    f"--algo fedmf {COMMON} --rounds 2 --out LAST-FAILS": (1, "no room (on worker 1)"),
+    f"{FEDEM} {COMMON} --rounds 2 --out LAST-NOT-FINITE": (1, "the last worker's mail is not finite in round 1"),
     f"{FEDEM} {COMMON} --rounds 2 --client-store mmap --checkpoint-every 1 --keep-state last --out FULL": (
         1,
         "round-1 cannot be written (No space left",
@@ -83,17 +83,17 @@ PATIENCE = 600
 
 
 def torchrun(size: int, *commands: str, options: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """So many ranks that carry out the commands."""
+    """So many workers that carry out the commands."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *options.split()]
-    words += ["-m", "tests.test_ranks", *commands]
+    words += ["-m", "tests.test_workers", *commands]
     return subprocess.run(words, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
-def rank_main() -> None:
-    """A rank's whole life. With KILL_AT the last rank is killed in that round, if it was not started again.
+def worker_main() -> None:
+    """A worker's whole life. With KILL_AT the last worker is killed in that round, if it was not started again.
 
-    In a command that ends in LAST-FAILS the last rank has an error of its own in its part of a round, in one that ends in LAST-NOT-FINITE
-    it alone finds something not finite in the server's step; in one that ends in FULL the disk is, while ranks lend rows to the first.
+    In a command that ends in LAST-FAILS the last worker has an error of its own in its part of a round, in one that ends in LAST-NOT-FINITE
+    it alone finds something not finite in the server's step; in one that ends in FULL the disk is, while workers lend rows to the first.
     After each round all servers must be the same to the last bit.
     """
     next_round, samples, finite = Federation.next_round, Federation.samples, federation.finite
@@ -113,29 +113,29 @@ def rank_main() -> None:
 
     def looking(server: Tensors) -> Tensors:
         if last and command.endswith("LAST-NOT-FINITE"):
-            raise NotFinite("the last rank's mail")
+            raise NotFinite("the last worker's mail")
         return finite(server)
 
-    def until_full(self: workers.Spread) -> Iterator[Tensor]:
+    def until_full(self: workers.StreamedRows) -> Iterator[Tensor]:
         for number, chunk in enumerate(chunks(self)):
             if number and command.endswith("FULL"):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             yield chunk
 
     Federation.samples, Federation.next_round, federation.finite = failing, watched, looking  # type: ignore[method-assign]
-    chunks, workers.Spread.chunks = workers.Spread.chunks, until_full  # type: ignore[method-assign]
+    chunks, workers.StreamedRows.chunks = workers.StreamedRows.chunks, until_full  # type: ignore[method-assign]
     workers.BLOCK, client_store.CHUNK, storage.CHUNK = 5000, 2500, 2500  # a few tables at once
     damaged, code = Failures.damaged, 0
     for command in sys.argv[1:]:
         Failures.damaged = spoilt if "spoilt" in command else damaged  # type: ignore[method-assign]
-        code = cli.guard(cli.train, command.replace("RANK", str(workers.number())).split())
-        print(f"rank {workers.number()} of {workers.count()} ended in {code}", flush=True)
+        code = cli.guard(cli.train, command.replace("NUMBER", str(workers.number())).split())
+        print(f"worker {workers.number()} of {workers.count()} ended in {code}", flush=True)
     workers.leave(code)
     sys.exit(code)
 
 
 def digest(federation: Federation) -> str:
-    """Of what is the same for all clients; each rank has the mail of its own."""
+    """Of what is the same for all clients; each worker has the mail of its own."""
     mailed, server = federation.algorithm.mailed, federation.server
     for name in mailed if server else ():
         others = np.setdiff1d(np.arange(federation.split.clients), np.array(federation.store.clients))
@@ -188,7 +188,7 @@ def model_of(out: Path) -> Tensors:
     return state
 
 
-def test_ranks_find_what_one_process_finds_and_fail_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_find_what_one_process_finds_and_fail_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, words in RUNS.items():
         with monkeypatch.context() as patch:
             if "spoilt" in name:
@@ -207,12 +207,12 @@ def test_ranks_find_what_one_process_finds_and_fail_in_one_line(tmp_path: Path, 
     for line, (_, words) in zip(said, WRONG.values(), strict=True):
         assert words in line
     codes = [0] * len(RUNS) + [code for code, _ in WRONG.values()]
-    for rank in range(2):
+    for worker in range(2):
         # not line by line: two processes that write at once may share one
-        assert re.findall(rf"rank {rank} of 2 ended in (\d+)", done.stdout) == [str(code) for code in codes]
+        assert re.findall(rf"worker {worker} of 2 ended in (\d+)", done.stdout) == [str(code) for code in codes]
 
 
-def test_a_killed_rank_and_another_number_of_them(tmp_path: Path) -> None:
+def test_a_killed_worker_and_another_number_of_them(tmp_path: Path) -> None:
     assert cli.main([*KILLED.split(), "--out", str(tmp_path / "steady")]) == 0
     done = torchrun(2, f"{KILLED} --out {tmp_path / 'again'}", options="--max-restarts 1", KILL_AT="6")
     assert done.returncode == 0, done.stderr
@@ -225,7 +225,7 @@ def test_a_killed_rank_and_another_number_of_them(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "fewer", tmp_path / "steady")
 
 
-def test_three_ranks_and_mail_that_waits_for_another_number_of_them(tmp_path: Path) -> None:
+def test_three_workers_and_mail_that_waits_for_another_number_of_them(tmp_path: Path) -> None:
     """40 of 60 clients take part in a round, and half of those are mixed for: many mixtures lie in each checkpoint."""
     words = f"{KILLED} --agg-ratio 0.5 --keep-state best"
     for name in ("few", "everybody", "alike"):
@@ -244,8 +244,8 @@ def test_three_ranks_and_mail_that_waits_for_another_number_of_them(tmp_path: Pa
     assert_same_run(tmp_path / "again", tmp_path / "steady")
 
 
-def test_clients_in_files_of_any_number_of_ranks(tmp_path: Path) -> None:
-    """Each rank's clients and mail lie in a file of its own; checkpoints go from two ranks to three, and to memory and back."""
+def test_clients_in_files_of_any_number_of_workers(tmp_path: Path) -> None:
+    """Each worker's clients and mail lie in a file of its own; checkpoints go from two workers to three, and to memory and back."""
     words, out = f"{KILLED} --agg-ratio 0.5", tmp_path / "again"
     assert cli.main([*f"{words} --client-store mmap".split(), "--out", str(tmp_path / "steady")]) == 0
     for size, where, killed_at in ((2, "mmap", 4), (3, "mmap", 6), (2, "ram", 8)):
@@ -261,8 +261,8 @@ def test_shares_are_ranges_of_equal_cost(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(workers, "count", lambda: 3)
     cost = np.random.default_rng(0).pareto(1.5, 1000)
     shares = []
-    for rank in range(3):
-        monkeypatch.setattr(workers, "number", partial(int, rank))
+    for worker in range(3):
+        monkeypatch.setattr(workers, "number", partial(int, worker))
         shares.append(workers.share(cost))
     assert [client for share in shares for client in share] == list(range(1000))
     spent = [cost[share.start : share.stop].sum() / cost.sum() + len(share) / 1000 for share in shares]
@@ -270,22 +270,22 @@ def test_shares_are_ranges_of_equal_cost(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 SHARES = (range(4), range(4, 4), range(4, 7))
-"""positions in a cohort that three ranks have; the one between has none"""
+"""positions in a cohort that three workers have; the one between has none"""
 
 
-def each_rank(work: Callable[[Callable[[Tensor], list[Tensor]], range], Any]) -> list[Any]:
-    """What `work` makes with what all these ranks say and with one of the shares, on threads that take the places of ranks."""
+def each_worker(work: Callable[[Callable[[Tensor], list[Tensor]], range], Any]) -> list[Any]:
+    """What `work` makes with what all these workers say and with one of the shares, on threads that take the places of workers."""
     meet, parts = threading.Barrier(len(SHARES), timeout=PATIENCE), [torch.empty(0)] * len(SHARES)
 
-    def run(rank: int) -> Any:
+    def run(worker: int) -> Any:
         def everybody(part: Tensor) -> list[Tensor]:
-            parts[rank] = part
+            parts[worker] = part
             meet.wait()
             said = list(parts)
             meet.wait()
             return said
 
-        return work(everybody, SHARES[rank])
+        return work(everybody, SHARES[worker])
 
     with ThreadPoolExecutor(len(SHARES)) as threads:
         return list(threads.map(run, range(len(SHARES))))
@@ -303,27 +303,27 @@ def seen_of(uploads: Uploads) -> dict[str, Any]:
     }
 
 
-def test_rows_on_several_ranks_count_as_those_of_one() -> None:
+def test_rows_on_several_workers_count_as_those_of_one() -> None:
     client = torch.tensor([0, 0, 2, 3, 4, 4, 4, 6])  # clients 1 and 5 sent nothing
     item, value = torch.tensor([4, 1, 4, 0, 1, 2, 4, 1]), torch.rand(8, 2, dtype=torch.float64)
     counts = torch.bincount(client)
     uploads = Uploads(World(9, 5), torch.tensor([0, 2, 3, 4, 5, 7, 8]), {"items": Rows(counts, item, value), "samples": torch.rand(7)})
     expected = seen_of(uploads)
 
-    def on_rank(everybody: Callable[[Tensor], list[Tensor]], share: range) -> dict[str, Any]:
+    def on_worker(everybody: Callable[[Tensor], list[Tensor]], share: range) -> dict[str, Any]:
         mine = (client >= share.start) & (client < share.stop)
         own = Rows(counts[share.start : share.stop], item[mine], value[mine]) if share else None
-        rows = workers.placed(own, value[:0], 7, share.start)
+        rows = workers.place_rows(own, value[:0], 7, share.start)
         assert rows.total is workers.total
         rows = rows._replace(total=lambda part: torch.stack(everybody(part)).sum(0))
         return seen_of(replace(uploads, tensors={**uploads.tensors, "items": rows}))
 
-    for found in each_rank(on_rank):
+    for found in each_worker(on_worker):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
 def made_of(uploads: Uploads) -> dict[str, Any]:
-    """All that is made of whole tables: for all clients but for `mixed`, which each rank has of its own."""
+    """All that is made of whole tables: for all clients but for `mixed`, which each worker has of its own."""
     kept = uploads.only(torch.arange(7) % 2 == 0).scaled(torch.tensor([1.0, -2.0, torch.inf, 1.0]))
     weights, picked = torch.rand(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 2, 3, 6])
     tables = uploads.tables("items", picked)
@@ -335,23 +335,23 @@ def made_of(uploads: Uploads) -> dict[str, Any]:
     }
 
 
-def test_tables_on_several_ranks_count_as_those_of_one() -> None:
+def test_tables_on_several_workers_count_as_those_of_one() -> None:
     value = torch.rand(7, 5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     uploads = Uploads(World(9, 5), torch.tensor([0, 2, 3, 4, 5, 7, 8]), {"items": value, "samples": torch.rand(7)})
     expected = made_of(uploads)
 
-    def on_rank(everybody: Callable[[Tensor], list[Tensor]], share: range) -> dict[str, Any]:
+    def on_worker(everybody: Callable[[Tensor], list[Tensor]], share: range) -> dict[str, Any]:
         def passed(work: Callable[[], Tensor]) -> Iterator[Tensor]:
             yield from everybody(work())
 
         tables = Tables(value[share.start : share.stop], share.start, 7, passed)
         return made_of(replace(uploads, tensors={**uploads.tensors, "items": tables}))
 
-    found = each_rank(on_rank)
+    found = each_worker(on_worker)
     mixed = torch.cat([each.pop("mixed") for each in found])
     for each in found:
         torch.testing.assert_close({**each, "mixed": mixed}, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
 if __name__ == "__main__":
-    rank_main()
+    worker_main()
