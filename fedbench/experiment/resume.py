@@ -89,7 +89,7 @@ def refuse(out: Path, why: str) -> NoReturn:
     raise UsageError(f"--resume {out}: {why}")
 
 
-def how_to_go_on(config: RunConfig, out: Path, what: str = "goes on") -> str:
+def how_to_resume(config: RunConfig, out: Path, what: str = "goes on") -> str:
     """What to do after an interrupt: without --out the next run of the same command would be a new one."""
     named = config.out is not None or config.resume not in ("auto", "never")
     return f"the same command {what}" if named and config.resume != "never" else f"the same flags with --resume {out}: it {what}"

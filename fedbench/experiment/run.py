@@ -23,7 +23,7 @@ from fedbench.experiment.describe import describe, describe_store
 from fedbench.experiment.kept_model import keep_model, reported_server
 from fedbench.experiment.machine import choose_device, compiling_is_said, describe_cache, set_threads
 from fedbench.experiment.prepare import check_cohort, check_shared, prepare
-from fedbench.experiment.resume import choose_folder, going_on, how_to_go_on, new_folder, once_more
+from fedbench.experiment.resume import choose_folder, going_on, how_to_resume, new_folder, once_more
 from fedbench.experiment.run_state import restore, save, save_again, told_state
 from fedbench.experiment.summary import Best, final_table, mean_table, over_runs, peak_rss_mb, per_client, refit_summary, summarise
 from fedbench.experiment.training import refit, train
@@ -212,7 +212,7 @@ def carry_out(
     except KeyboardInterrupt as end:
         with suppress(KeyboardInterrupt):  # a second one: MLflow is not waited for
             run_log.end("KILLED")
-        raise end if isinstance(end, Interrupted) else Interrupted(f"interrupted; {how_to_go_on(config, out)}") from None
+        raise end if isinstance(end, Interrupted) else Interrupted(f"interrupted; {how_to_resume(config, out)}") from None
     except BaseException:
         run_log.end("FAILED")
         raise

@@ -41,7 +41,7 @@ def check_local_work(algorithm: Algorithm, dtype: torch.dtype = torch.float32) -
     """Raise PluginError, with file, line and function, for what an algorithm's code does wrong, before anything is written."""
     if not algorithm.federated and type(algorithm).__module__.startswith("fedbench."):
         return  # with its kernel it never needs torch.optim, which takes seconds to load
-    workers.together(lambda: _rehearsed(algorithm, dtype))
+    workers.run_on_all(lambda: _rehearsed(algorithm, dtype))
 
 
 @cache
