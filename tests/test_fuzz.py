@@ -424,7 +424,7 @@ def going_on(files: dict[str, bytes]) -> Federation | None:
             (folder / "checkpoint" / file).write_bytes(content)
         (folder / "config.json").write_text(json.dumps(request.to_dict()))
         (folder / "metrics.jsonl").write_text("".join(json.dumps({"round": number, "seconds": 0.1}) + "\n" for number in (1, 2)))
-        _, state = resume.going_on(folder, request, parts)
+        _, state = resume.find_resume_point(folder, request, parts)
         if state is None:
             return None
         federation = Federation.start(request.algorithm, parts, 0)

@@ -216,12 +216,12 @@ def test_a_killed_worker_and_another_number_of_them(tmp_path: Path) -> None:
     assert cli.main([*KILLED.split(), "--out", str(tmp_path / "steady")]) == 0
     done = torchrun(2, f"{KILLED} --out {tmp_path / 'again'}", options="--max-restarts 1", KILL_AT="6")
     assert done.returncode == 0, done.stderr
-    assert "going on after round 4" in (tmp_path / "again" / "log.txt").read_text()
+    assert "resuming after round 4" in (tmp_path / "again" / "log.txt").read_text()
     assert_same_run(tmp_path / "again", tmp_path / "steady")
 
     assert torchrun(2, f"{KILLED} --out {tmp_path / 'fewer'}", KILL_AT="4").returncode == 1
     assert cli.main([*KILLED.split(), "--out", str(tmp_path / "fewer")]) == 0
-    assert "going on after round 2" in (tmp_path / "fewer" / "log.txt").read_text()
+    assert "resuming after round 2" in (tmp_path / "fewer" / "log.txt").read_text()
     assert_same_run(tmp_path / "fewer", tmp_path / "steady")
 
 
@@ -240,7 +240,7 @@ def test_three_workers_and_mail_that_waits_for_another_number_of_them(tmp_path: 
         assert torchrun(size, f"{words} --out {tmp_path / 'again'}", KILL_AT=str(killed_at)).returncode == 1
     assert torchrun(3, f"{words} --out {tmp_path / 'again'}").returncode == 0
     said = (tmp_path / "again" / "log.txt").read_text()
-    assert "going on after round 2" in said and "going on after round 4" in said
+    assert "resuming after round 2" in said and "resuming after round 4" in said
     assert_same_run(tmp_path / "again", tmp_path / "steady")
 
 
@@ -252,7 +252,7 @@ def test_clients_in_files_of_any_number_of_workers(tmp_path: Path) -> None:
         assert torchrun(size, f"{words} --client-store {where} --out {out}", KILL_AT=str(killed_at)).returncode == 1
     assert torchrun(2, f"{words} --client-store mmap --out {out}").returncode == 0
     said = (out / "log.txt").read_text()
-    assert [f"going on after round {round_}" in said for round_ in (2, 4, 6)] == [True] * 3
+    assert [f"resuming after round {round_}" in said for round_ in (2, 4, 6)] == [True] * 3
     assert_same_run(out, tmp_path / "steady")
 
 

@@ -18,7 +18,7 @@ from fedbench.text import human
 log = logging.getLogger("fedbench")
 
 
-def describe(dataset: Interactions, parts: Split, config: RunConfig, device: str, out: Path) -> None:
+def describe(dataset: Interactions, split: Split, config: RunConfig, device: str, out: Path) -> None:
     """Say what is about to run."""
     log.info("%s: %s users, %s items, %s interactions from %s (licence: %s)", dataset.name, f"{dataset.users:,}", f"{dataset.items:,}",
              f"{len(dataset.user):,}", dataset.source, dataset.licence)  # fmt: skip
@@ -26,15 +26,15 @@ def describe(dataset: Interactions, parts: Split, config: RunConfig, device: str
         log.info("%s: %s", dataset.name, note)
     if dataset.merged_rows:
         log.info("%d repeated (user, item) rows merged: the latest stands", dataset.merged_rows)
-    log.info("protocol %s [%s]: %s clients, %s items, split by %s", parts.protocol.name, parts.fingerprint, f"{parts.clients:,}",
-             f"{parts.items:,}", parts.protocol.split)  # fmt: skip
-    if parts.newcomers:
-        log.info("%s more clients are kept out of training, to be tested as new users", f"{parts.newcomers.clients:,}")
-    if parts.role is not None:
-        log.info("%s clients take part; %s are for validation and %s for test", *(f"{n:,}" for n in np.bincount(parts.role)))
-    if parts.protocol.eval_negatives < config.protocol.eval_negatives:
-        log.info("%d items are ranked beside the held-out one, not %d", parts.protocol.eval_negatives, config.protocol.eval_negatives)
-    if parts.protocol.leaky:
+    log.info("protocol %s [%s]: %s clients, %s items, split by %s", split.protocol.name, split.fingerprint, f"{split.clients:,}",
+             f"{split.items:,}", split.protocol.split)  # fmt: skip
+    if split.newcomers:
+        log.info("%s more clients are kept out of training, to be tested as new users", f"{split.newcomers.clients:,}")
+    if split.role is not None:
+        log.info("%s clients take part; %s are for validation and %s for test", *(f"{n:,}" for n in np.bincount(split.role)))
+    if split.protocol.eval_negatives < config.protocol.eval_negatives:
+        log.info("%d items are ranked beside the held-out one, not %d", split.protocol.eval_negatives, config.protocol.eval_negatives)
+    if split.protocol.leaky:
         log.warning("LEAKY protocol: numbers of this run are inflated and labelled so; use --protocol clean for true ones")
     if config.compile and config.kernel == "auto" and device == "cpu":
         log.info("--compile concerns the generic path; where a fused kernel fits it runs instead (--kernel off takes the generic path)")

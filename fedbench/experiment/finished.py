@@ -17,7 +17,7 @@ from fedbench.tracking import mirror_process
 from fedbench.tracking.run_log import complete_copy
 
 
-def find(out: Path, config: RunConfig, parts: Split | None = None) -> dict[str, Any] | None:
+def find(out: Path, config: RunConfig, split: Split | None = None) -> dict[str, Any] | None:
     """The summary of the finished run in `out` if this configuration made it; None if there is none, or one of other flags.
 
     A file (an algorithm, a dataset) whose content has changed since then is refused, and so is other data, where it is known.
@@ -32,7 +32,7 @@ def find(out: Path, config: RunConfig, parts: Split | None = None) -> dict[str, 
         raise UsageError(
             f"--out {out}: the content of {config.algo} or {config.dataset} has changed since that run; start again with another --out"
         )
-    if parts and (summary.get("data_checksum"), summary["protocol_fingerprint"]) != (parts.checksum, parts.fingerprint):
+    if split and (summary.get("data_checksum"), summary["protocol_fingerprint"]) != (split.checksum, split.fingerprint):
         raise UsageError(f"--out {out} holds a finished run on other data; start again with another --out")
     folder.read_rounds(out, summary.get("rounds"))
     return summary
@@ -47,10 +47,10 @@ def difference(out: Path, config: RunConfig) -> str:
     return ""
 
 
-def say(out: Path, config: RunConfig, summary: dict[str, Any], parts: Split) -> None:
+def say(out: Path, config: RunConfig, summary: dict[str, Any], split: Split) -> None:
     """Tell the result again, and leave the folder as an undisturbed run would have."""
     try:
-        table = final_table(summary, parts)
+        table = final_table(summary, split)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{out / 'summary.json'} is no summary of this run ({error}); start again with another --out") from None
     link = tidy(out, config)

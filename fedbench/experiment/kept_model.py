@@ -16,11 +16,12 @@ from torch import Tensor
 from fedbench.contract.algorithm import Tensors
 from fedbench.contract.storage import Disk, Picked
 from fedbench.experiment import checkpoint
-from fedbench.experiment.run_state import beginning, lent, state_facts, whole
+from fedbench.experiment.run_state import state_facts, with_prefix
 from fedbench.experiment.summary import Best
 from fedbench.settings.config import RunConfig
 from fedbench.simulation import workers
 from fedbench.simulation.federation import Federation
+from fedbench.simulation.worker_state import gather_state, rows_in_files
 from fedbench.system_memory import free_memory
 from fedbench.text import human
 
@@ -42,7 +43,7 @@ class Aside:
         """used again whenever a round becomes the best: fresh memory costs a fault for every page"""
 
     def chosen(self, federation: Federation) -> str:
-        """`memory`, `file` or, if nothing is asked for or has room, `nowhere`; all ranks find the same."""
+        """`memory`, `file` or, if nothing is asked for or has room, `nowhere`; all workers choose alike."""
         if self.config.refit or self.config.keep_state in ("last", "none"):
             return "nowhere"
         size = state_bytes(federation)
@@ -67,7 +68,7 @@ class Aside:
 
 
 def state_bytes(federation: Federation) -> int:
-    """The size of a state of all ranks once every client has taken part and been answered."""
+    """The size of the whole state once every client has taken part and been answered."""
     tensors = {name: value for name, value in federation.state().items() if isinstance(value, Tensor)}
     shared = sum(value.numel() * value.element_size() for name, value in tensors.items() if not federation.is_own(name))
     return shared + federation.split.clients * federation.store.client_bytes * (2 if federation.algorithm.mailed else 1)
@@ -89,10 +90,10 @@ def reported_server(out: Path, federation: Federation, best: Best) -> tuple[int,
     if best.round == federation.round:
         return federation.round, federation.server
     if best.state:
-        return best.round, beginning(best.state, "server/")
+        return best.round, with_prefix(best.state, "server/")
     saved = written(out, best)
     if saved:
-        return best.round, beginning(saved.tensors(federation.engine.device), "server/")
+        return best.round, with_prefix(saved.tensors(federation.engine.device), "server/")
     return federation.round, federation.server
 
 
@@ -122,13 +123,13 @@ def keep_model(out: Path, federation: Federation, best: Best, config: RunConfig)
 def write(
     out: Path, name: str, state: Mapping[str, Tensor | Picked], federation: Federation, round_: int, best: Best, config: RunConfig
 ) -> int:
-    """Write a state of all ranks under `name`, on the first; returns its size in bytes."""
-    tensors, facts = whole(state, federation), state_facts(federation, config) | {"round": round_, "best_round": best.round}
+    """Write the whole state under `name`, on worker 0; returns its size in bytes."""
+    tensors, facts = gather_state(state, federation), state_facts(federation, config) | {"round": round_, "best_round": best.round}
 
     def save() -> int:
         if name == checkpoint.MODEL:
             checkpoint.prune(out, keep=1)
         return checkpoint.save(out, name, facts, tensors)
 
-    size: int = workers.broadcast(save, [*lent(state).values()])
+    size: int = workers.broadcast(save, [*rows_in_files(state).values()])
     return size

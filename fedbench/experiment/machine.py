@@ -14,9 +14,27 @@ from numba.core.event import Event, Listener, install_listener
 from tqdm.auto import tqdm
 
 from fedbench.errors import UsageError
+from fedbench.experiment import processes
+from fedbench.experiment.prepare import check_shared
 from fedbench.kernels import fused
+from fedbench.settings.config import RunConfig
+from fedbench.simulation import workers
 
 log = logging.getLogger("fedbench")
+
+
+def set_up(config: RunConfig) -> str:
+    """The device that this process computes on, once threads are set, workers connected and the log of all but the first silenced."""
+    log.disabled = not workers.is_first()
+    describe_cache()
+    device = choose_device(config.device)
+    if config.threads or workers.count() > 1:
+        set_threads(processes.threads_each(config.threads, workers.on_this_machine()))
+    if workers.count() > 1:
+        check_shared(config.algorithm)
+        device = workers.own_device(device)
+    workers.join(device)
+    return device
 
 
 def choose_device(name: str) -> str:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from fedbench.data.split import Split
 from fedbench.errors import UsageError
 from fedbench.experiment import checkpoint, finished, folder
 from fedbench.settings.config import RunConfig
+from fedbench.simulation import workers
 
 
 def choose_folder(config: RunConfig) -> Path:
-    """The run's folder: the one to go on with, the one given, or a new one."""
+    """The run's folder: the one to resume, the one given, or a new one."""
     if config.resume not in ("auto", "never"):
         return Path(config.resume)
     if config.out is not None:
@@ -36,8 +38,8 @@ def folder_of_runs(config: RunConfig) -> Path:
     return Path("runs") / Path(config.dataset).stem / config.algorithm.name
 
 
-def once_more(config: RunConfig) -> RunConfig:
-    """The same after ranks were lost and started again: to go on, and without --out in the newest folder that has such a run unfinished."""
+def resume_after_restart(config: RunConfig) -> RunConfig:
+    """The config after torchrun started lost workers again: it resumes and, without --out, in the newest unfinished run of these flags."""
     if config.resume not in ("auto", "never") or config.out:
         return dataclasses.replace(config, resume="auto" if config.resume == "never" else config.resume)
     begun = sorted(folder_of_runs(config).glob(f"*-{config.hash8()}*"))
@@ -45,19 +47,46 @@ def once_more(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, resume="auto", out=last)
 
 
-def going_on(out: Path, config: RunConfig, parts: Split) -> tuple[bool, checkpoint.State | None]:
-    """Whether a run that stopped in the folder goes on, and after which state (None: it begins again).
+class ResumePoint(NamedTuple):
+    """Where a run starts."""
 
-    The state of another configuration, dataset or protocol is refused before anything in the folder is touched.
+    resumes: bool
+    """whether the folder holds a run that stopped"""
+    state: checkpoint.State | None
+    """its newest checkpoint; None: the first round"""
+
+
+def agreed_folder(config: RunConfig) -> tuple[RunConfig, Path]:
+    """The run's folder, chosen on worker 0 for all, and the config, which resumes if torchrun has started workers again."""
+    if workers.on_any(workers.restarted()):
+        config = resume_after_restart(config)
+    return config, Path(workers.broadcast(lambda: str(choose_folder(config))))
+
+
+def broadcast_point(find: Callable[[], ResumePoint]) -> ResumePoint:
+    """What `find` returns on worker 0, which alone looks into the run's folder."""
+
+    def as_json() -> tuple[bool, tuple[str, dict[str, Any]] | None]:
+        resumes, state = find()
+        return resumes, (str(state.path), state.facts) if state else None
+
+    resumes, state = workers.broadcast(as_json)
+    return ResumePoint(resumes, checkpoint.State(Path(state[0]), state[1]) if state else None)
+
+
+def find_resume_point(out: Path, config: RunConfig, split: Split) -> ResumePoint:
+    """Whether the folder holds a run to resume, and its checkpoint.
+
+    A checkpoint of another configuration, dataset or protocol is refused before anything in the folder is touched.
     """
     named = config.resume not in ("auto", "never")
     if not (out / "config.json").exists():
         if named:
             raise UsageError(f"--resume {out}: no run and no checkpoint there; give the folder of a run that was interrupted")
         finished.refuse_several(out)
-        return False, None
+        return ResumePoint(False, None)
     if config.resume == "never":
-        return False, None
+        return ResumePoint(False, None)
     here = config.to_dict()
     if differs := finished.difference(out, config):
         if not named and (out / "summary.json").exists():
@@ -69,11 +98,11 @@ def going_on(out: Path, config: RunConfig, parts: Split) -> tuple[bool, checkpoi
     if state is None:
         if named and checkpoint.rounds(out):
             raise UsageError(f"--resume {out}: no checkpoint there can be read; start again with another --out")
-        return True, None
+        return ResumePoint(True, None)
     for key, mine in (("algo", config.identity()["algo"]), ("dataset", config.identity()["dataset"])):
         if state.facts.get(key) != mine:
             refuse(out, f"the content of {here[key]} has changed since that run began; start again with another --out")
-    for key, mine in (("data_checksum", parts.checksum), ("protocol_fingerprint", parts.fingerprint)):
+    for key, mine in (("data_checksum", split.checksum), ("protocol_fingerprint", split.fingerprint)):
         if state.facts.get(key) != mine:
             words = key.replace("_", " ")
             refuse(out, f"that run's {words} is {state.facts.get(key)}, here it is {mine}; use the data and the flags that it had")
@@ -82,7 +111,7 @@ def going_on(out: Path, config: RunConfig, parts: Split) -> tuple[bool, checkpoi
         refuse(out, f"that run has --kernel {kernel}, here it is {config.kernel}; a centralised method goes on with the same")
     if isinstance(state.facts.get("round"), int):
         folder.check_rounds(out, state.facts["round"])
-    return True, state
+    return ResumePoint(True, state)
 
 
 def refuse(out: Path, why: str) -> NoReturn:

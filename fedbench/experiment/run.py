@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm.auto import tqdm
 
 from fedbench import files, trust
@@ -18,23 +17,21 @@ from fedbench.contract import plugin_errors, registry
 from fedbench.contract.dataset import Interactions
 from fedbench.data.split import Split
 from fedbench.errors import DataError, FedbenchError, Interrupted, UsageError
-from fedbench.experiment import checkpoint, finished, folder, memory, processes
+from fedbench.experiment import checkpoint, finished, folder, machine, processes
 from fedbench.experiment.describe import describe, describe_store
 from fedbench.experiment.kept_model import keep_model, reported_server
-from fedbench.experiment.machine import choose_device, compiling_is_said, describe_cache, set_threads
-from fedbench.experiment.prepare import check_cohort, check_shared, prepare
-from fedbench.experiment.resume import choose_folder, going_on, how_to_resume, new_folder, once_more
-from fedbench.experiment.run_state import restore, save, save_again, told_state
+from fedbench.experiment.prepare import dtype_of, prepare_checked
+from fedbench.experiment.resume import ResumePoint, agreed_folder, broadcast_point, find_resume_point, how_to_resume, new_folder
+from fedbench.experiment.run_state import restore, save, save_last_good
 from fedbench.experiment.summary import Best, final_table, mean_table, over_runs, peak_rss_mb, per_client, refit_summary, summarise
 from fedbench.experiment.training import refit, train
 from fedbench.files import write_json
 from fedbench.locks import claimed
 from fedbench.settings.config import RunConfig, placed
 from fedbench.simulation import new_users, workers
-from fedbench.simulation.federation import Diverged, Federation, world_of
+from fedbench.simulation.federation import Diverged, Federation
 from fedbench.simulation.probe import check_local_work
 from fedbench.text import say
-from fedbench.tracking import mirror_process
 from fedbench.tracking.copier import mlflow_at_hand
 from fedbench.tracking.run_log import NoLog, RunLog, plain, setup_logging
 from fedbench.tracking.sweep_parent import join
@@ -47,10 +44,10 @@ PLUGIN = "plugin.py"
 
 
 def run_several(configs: Sequence[RunConfig], parent: Path | None, jobs: int = 1) -> dict[str, Any]:
-    """Runs each in a folder of its own below `parent`, one after another or `jobs` at once, and their means in its summary.json."""
+    """Execute runs in folders of their own below `parent`, one after another or `jobs` at once; their means go into its summary.json."""
     if workers.count() > 1:
         raise UsageError("torchrun shares out one run; give it one seed and one fold, or leave it out and use --jobs")
-    check_local_work(configs[0].algorithm, getattr(torch, configs[0].dtype))
+    check_local_work(configs[0].algorithm, dtype_of(configs[0]))
     again = "the same command goes on"
     if parent is None:
         parent = new_folder(configs[0])
@@ -72,7 +69,7 @@ def run_several(configs: Sequence[RunConfig], parent: Path | None, jobs: int = 1
 
 
 def mean_of(summaries: Sequence[dict[str, Any]], folders: Sequence[Path], parent: Path) -> dict[str, Any]:
-    """The summary of several runs; those that were finished before may have been tampered with."""
+    """The summary over several runs. Summaries of runs that were finished before are read from disk, so they may be damaged."""
     try:
         return over_runs(summaries, [folder.read_clients(one) for one in folders])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -80,7 +77,7 @@ def mean_of(summaries: Sequence[dict[str, Any]], folders: Sequence[Path], parent
 
 
 def in_processes(configs: Sequence[RunConfig], work: Path, at_once: int) -> list[dict[str, Any]]:
-    """The summaries of runs in processes of their own, each into its config's folder; those that are finished are not started."""
+    """Execute runs in processes of their own, each in its config's folder, and return their summaries; finished ones are not started."""
     folders = {str(number): config.out for number, config in enumerate(configs) if config.out}
     threads = processes.threads_each(configs[0].threads, at_once)
     failed: dict[str, int] = {}
@@ -106,109 +103,63 @@ def in_processes(configs: Sequence[RunConfig], work: Path, at_once: int) -> list
 
 @plugin_errors.blamed()
 def run(config: RunConfig) -> dict[str, Any]:
-    """Carry out a run; returns the summary that was written."""
+    """Execute one run, or find it finished in its folder; returns the summary that was written."""
     setup_logging(config.quiet, config.debug)
-    log.disabled = not workers.is_first()
-    describe_cache()
-    device = choose_device(config.device)
-    if config.threads or workers.count() > 1:
-        set_threads(processes.threads_each(config.threads, workers.on_this_machine()))
-    if workers.count() > 1:
-        check_shared(config.algorithm)
-        device = workers.own_device(device)
-    workers.join(device)
-    workers.agree("other flags", config.hash8)
-    parts, dataset = workers.run_on_all(lambda: prepare(config.dataset, config.protocol, config.data))
-    workers.agree("other data", lambda: f"{parts.checksum} {parts.fingerprint}")
-    check_cohort(config.algorithm, parts)
-    dtype = getattr(torch, config.dtype)
-    check_local_work(config.algorithm, dtype)
-    memory.check(config.algorithm, parts, world_of(parts), dtype, device, -(-parts.clients // workers.count()))
-    if parts.newcomers:
-        new_users.check_before_training(config.algorithm, parts, config.seed)
-    if workers.on_any(workers.restarted()):
-        config = once_more(config)
-    out = Path(workers.broadcast(lambda: str(choose_folder(config))))
-    with claimed(out) if workers.is_first() else nullcontext(), compiling_is_said():
-        workers.broadcast(lambda: refuse_other_package(out, config))
-        if summary := workers.broadcast(lambda: finished.find(out, config, parts)):
-            if workers.is_first():
-                finished.say(out, config, summary, parts)
+    device = machine.set_up(config)
+    split, dataset = prepare_checked(config, device)
+    config, out = agreed_folder(config)
+    with claimed(out) if workers.is_first() else nullcontext(), machine.compiling_is_said():
+        if summary := workers.broadcast(lambda: find_finished(out, config, split)):
+            workers.on_first(finished.say, out, config, summary, split)
             return summary
-        resume, state = told_state(lambda: going_on(out, config, parts))
-        return carry_out(config, parts, dataset, device, out, resume, state)
+        point = broadcast_point(lambda: find_resume_point(out, config, split))
+        return execute(config, split, dataset, device, out, point)
 
 
-def refuse_other_package(out: Path, config: RunConfig) -> None:
-    """Raise if the folder's run had another version of an installed algorithm; a path's content is part of the config's identity."""
-    source = registry.source(type(config.algorithm))
-    kept = out / PLUGIN
+def find_finished(out: Path, config: RunConfig, split: Split) -> dict[str, Any] | None:
+    """The summary of this very run, if it is finished; refuses a folder whose run had another version of an installed algorithm.
+
+    The content of an algorithm that is a path is part of the config's identity, that of an installed one is not.
+    """
+    source, kept = registry.source(type(config.algorithm)), out / PLUGIN
     if source and source.package and kept.is_file() and files.read_bytes(kept) != source.content:
         raise UsageError(f"--out {out}: the content of {config.algo} has changed since that run; start again with another --out")
+    return finished.find(out, config, split)
 
 
-def carry_out(
-    config: RunConfig, parts: Split, dataset: Interactions, device: str, out: Path, resume: bool, state: checkpoint.State | None
-) -> dict[str, Any]:
-    """Start or go on with a run whose folder belongs to this process."""
-    leaky, fold = parts.protocol.leaky, parts.protocol.fold
-    source = registry.source(type(config.algorithm))
-    run_log = (RunLog if workers.is_first() else NoLog).open(
-        out,
-        {key: value for key, value in config.to_dict().items() if key not in ("out", "resume")},
-        {
-            "protocol_fingerprint": parts.fingerprint,
-            "leaky": "LEAKY" if leaky else "no",
-            "data_checksum": parts.checksum,
-            "dataset": dataset.name,
-            "data_source": dataset.source,
-            "split": parts.protocol.split,
-            **(source.facts() if source else {}),
-        },
-        mlflow=config.mlflow,
-        run_name=f"{config.algorithm.name}-{dataset.name}-{parts.protocol.name}-s{config.seed}" + ("" if fold is None else f"-f{fold}"),
-        experiment=config.experiment,
-        resume=resume,
-    )
+def execute(config: RunConfig, split: Split, dataset: Interactions, device: str, out: Path, point: ResumePoint) -> dict[str, Any]:
+    """Start or resume a run whose folder belongs to this process, up to its summary."""
+    run_log = open_log(config, split, dataset, out, point.resumes)
     try:
-        if source and workers.is_first():
-            with files.replacing(out / PLUGIN) as file:
-                file.write(source.content)
-        describe(dataset, parts, config, device, out)
-        dtype = torch.float64 if config.dtype == "float64" else torch.float32
-        how: dict[str, Any] = {"kernel": config.kernel, "block_rows": config.block_rows, "compile": config.compile}
-        how |= {"client_store": config.client_store, "folder": out}
-        start = partial(Federation.start, config.algorithm, seed=config.seed, device=device, dtype=dtype, failures=config.failures, **how)
-        federation = start(split=parts)
+        if source := registry.source(type(config.algorithm)):
+            run_log.keep(PLUGIN, source.content)
+        describe(dataset, split, config, device, out)
+        start = partial(start_federation, config, device, out)
+        federation, best = start(split), Best()
         describe_store(federation)
-        best = Best()
-        if state:
-            restore(state, federation, best)
-            run_log.go_on(federation.round)
-        elif resume:
+        if point.state:
+            restore(point.state, federation, best)
+            run_log.resume(federation.round)
+        elif point.resumes:
             log.warning("no checkpoint of the run in %s; it begins again", out)
         try:
             train(federation, best, run_log, config, out)
         except Diverged:
             federation.close()  # two of them need not fit in memory
             if config.checkpoint_every != "never":
-                save_again(out, start(split=parts), federation.round - 1, best, config)
+                save_last_good(out, start(split), federation.round - 1, best, config)
             raise
-        lines = mirror_process.read_lines(out / "metrics.jsonl") if workers.is_first() else []
-        summary = summarise(config, dataset, federation, best, lines, device)
-        if parts.newcomers and workers.is_first():
-            log.info("%s new users learn what is private to them", f"{parts.newcomers.clients:,}")
-            round_, server = reported_server(out, federation, best)
-            summary |= {"new_user": {"round": round_, **new_users.metrics(federation.engine, server, parts.newcomers)}}
+        summary = summarise(config, dataset, federation, best, run_log.rounds(), device)
+        summary |= workers.on_first(new_user_summary, out, federation, best) or {}
         refitted = None
         if config.refit:
             save(out, federation, best, config)
             federation.close()  # two of them need not fit in memory
-            federation = start(split=parts.with_validation_in_training())
+            federation = start(split.with_validation_in_training())
             refitted = refit(federation, best.round, run_log, config, out)
             summary |= {"refit": refit_summary(best.round, refitted), "peak_rss_mb": peak_rss_mb()}
         keep_model(out, federation, best, config)
-        run_log.finish(summary, per_client(parts, best.outcome, refitted), partial(checkpoint.prune, out, keep=0))
+        run_log.finish(summary, per_client(split, best.outcome, refitted), partial(checkpoint.prune, out, keep=0))
     except KeyboardInterrupt as end:
         with suppress(KeyboardInterrupt):  # a second one: MLflow is not waited for
             run_log.end("KILLED")
@@ -216,9 +167,63 @@ def carry_out(
     except BaseException:
         run_log.end("FAILED")
         raise
-    if workers.is_first():
-        say(fitted(final_table(summary, parts)))
-        say(f"folder  {out}")
-    if run_log.link:
-        say(f"charts  {run_log.link}")
+    workers.on_first(say_result, summary, split, out, run_log.link)
     return summary
+
+
+def open_log(config: RunConfig, split: Split, dataset: Interactions, out: Path, resume: bool) -> RunLog:
+    """The run's folder and its copy in MLflow, written by worker 0 alone."""
+    fold = "" if split.protocol.fold is None else f"-f{split.protocol.fold}"
+    source = registry.source(type(config.algorithm))
+    return (RunLog if workers.is_first() else NoLog).open(
+        out,
+        {key: value for key, value in config.to_dict().items() if key not in ("out", "resume")},
+        {
+            "protocol_fingerprint": split.fingerprint,
+            "leaky": "LEAKY" if split.protocol.leaky else "no",
+            "data_checksum": split.checksum,
+            "dataset": dataset.name,
+            "data_source": dataset.source,
+            "split": split.protocol.split,
+            **(source.facts() if source else {}),
+        },
+        mlflow=config.mlflow,
+        run_name=f"{config.algorithm.name}-{dataset.name}-{split.protocol.name}-s{config.seed}{fold}",
+        experiment=config.experiment,
+        resume=resume,
+    )
+
+
+def start_federation(config: RunConfig, device: str, out: Path, split: Split) -> Federation:
+    """Round 0 of the federation that a config describes."""
+    return Federation.start(
+        config.algorithm,
+        split,
+        config.seed,
+        device,
+        dtype_of(config),
+        config.failures,
+        config.client_store,
+        out,
+        kernel=config.kernel,
+        block_rows=config.block_rows,
+        compile=config.compile,
+    )
+
+
+def new_user_summary(out: Path, federation: Federation, best: Best) -> dict[str, Any]:
+    """What the summary says of cold-start users, who learn their private state from the reported round's server; {} without any."""
+    users = federation.split.newcomers
+    if not users:
+        return {}
+    log.info("%s new users learn what is private to them", f"{users.clients:,}")
+    round_, server = reported_server(out, federation, best)
+    return {"new_user": {"round": round_, **new_users.metrics(federation.engine, server, users)}}
+
+
+def say_result(summary: dict[str, Any], split: Split, out: Path, link: str | None) -> None:
+    """Print the final table, the folder and the charts' address."""
+    say(fitted(final_table(summary, split)))
+    say(f"folder  {out}")
+    if link:
+        say(f"charts  {link}")

@@ -31,7 +31,7 @@ from fedbench.errors import DataError, UsageError
 from fedbench.evaluation.metrics import trained_items
 from fedbench.experiment import checkpoint
 from fedbench.experiment.prepare import prepare
-from fedbench.experiment.run_state import beginning
+from fedbench.experiment.run_state import with_prefix
 from fedbench.files import read_json, write_json
 from fedbench.settings import command_line
 from fedbench.settings.config import RunConfig
@@ -186,7 +186,7 @@ def load(folder: Path, data_dir: Path | None = None, trust_plugin: bool = False)
     tensors, round_ = checked(folder, made, split, state)
     position = {item: number for number, item in enumerate(data.item_ids)}
     names = None if data.item_names is None else data.item_names[[position[item] for item in split.item_ids]]
-    server, store = beginning(tensors, "server/"), stored(made, split, tensors)
+    server, store = with_prefix(tensors, "server/"), stored(made, split, tensors)
     found = Model(made, split, trained_items(split), names, server, store, round_)
     with _named(folder, state):
         next(found.best(np.arange(1), 1))
@@ -228,7 +228,7 @@ def _named(folder: Path, state: checkpoint.State) -> Iterator[None]:
 
 def stored(made: RunConfig, split: Split, tensors: Mapping[str, Tensor]) -> ClientStore:
     """What clients keep, all of them or those named in `clients`; the others are as they start."""
-    found = beginning(tensors, "client/")
+    found = with_prefix(tensors, "client/")
     if "clients" not in tensors:
         return ClientStore.of(found)
     draw = Draw(made.seed, 0, None, torch.float64 if made.dtype == "float64" else torch.float32)
@@ -312,4 +312,4 @@ def read(folder: Path, beside: Path) -> Model:
     user_ids, item_ids = (np.array(ids[name], dtype=object) for name in ("user", "item"))
     split = scoring_split(made.protocol, ptr, item, np.ones(len(item)), user_ids, item_ids, ids["rating_min"], ids["rating_max"])
     names = None if ids["item_names"] is None else np.array(ids["item_names"], dtype=object)
-    return Model(made, split, tensors["known"].numpy(), names, beginning(tensors, "server/"), stored(made, split, tensors), ids["round"])
+    return Model(made, split, tensors["known"].numpy(), names, with_prefix(tensors, "server/"), stored(made, split, tensors), ids["round"])

@@ -57,29 +57,29 @@ def summarise(
     config: RunConfig, dataset: Interactions, federation: Federation, best: Best, lines: Sequence[dict[str, Any]], device: str
 ) -> dict[str, Any]:
     """summary.json; `lines` are those of metrics.jsonl."""
-    parts = federation.split
+    split = federation.split
     reported = next((line for line in lines if line["round"] == best.round), {})
     exposure = {key.removeprefix("exposure/"): value for key, value in reported.items() if key.startswith("exposure/")}
     summary = {
         "algo": config.algorithm.name,
         "dataset": dataset.name,
-        "protocol": parts.protocol.name,
-        "protocol_fields": protocol_fields(parts.protocol),
-        "protocol_fingerprint": parts.fingerprint,
-        "data_checksum": parts.checksum,
-        "leaky": parts.protocol.leaky,
+        "protocol": split.protocol.name,
+        "protocol_fields": protocol_fields(split.protocol),
+        "protocol_fingerprint": split.fingerprint,
+        "data_checksum": split.checksum,
+        "leaky": split.protocol.leaky,
         "recipe": config.recipe,
         "seed": config.seed,
         "rounds": federation.round,
         "best_round": best.round,
-        **(rating_results if parts.held else ranking_results)(parts, best.outcome),
-        "clients": parts.clients,
-        "items": parts.items,
+        **(rating_results if split.held else ranking_results)(split, best.outcome),
+        "clients": split.clients,
+        "items": split.items,
         **({"exposure": exposure} if exposure else {}),
         "bytes_up": federation.bytes_up,
         "bytes_down": federation.bytes_down,
         "client_visits": int(federation.visits.sum()),
-        "clients_never_seen": int((federation.visits[parts.trainers] == 0).sum()),
+        "clients_never_seen": int((federation.visits[split.trainers] == 0).sum()),
         **federation.counts,
         "seconds_per_round": float(np.median([line["seconds"] for line in lines])) if lines else 0.0,
         "peak_rss_mb": peak_rss_mb(),
@@ -87,7 +87,7 @@ def summarise(
         "config_hash": config.digest(),
         **(source.facts() if (source := registry.source(type(config.algorithm))) else {}),
     }
-    return summary | {"notes": notes(summary, parts)}
+    return summary | {"notes": notes(summary, split)}
 
 
 def refit_summary(rounds: int, ranks: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -98,43 +98,43 @@ def refit_summary(rounds: int, ranks: dict[str, np.ndarray]) -> dict[str, Any]:
     }
 
 
-def ranking_results(parts: Split, ranks: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def ranking_results(split: Split, ranks: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Metrics on validation and test, and what popularity and chance get."""
     metrics = {
         name: {**ranking_metrics(ranks[name]), **ranking_metrics(ranks[f"full_{name}"], "full_"), **spread(ranks[name])}
         for name in ("val", "test")
     }
-    floor = popularity_ranks(parts)
+    floor = popularity_ranks(split)
     popularity = {**ranking_metrics(floor["test"]), **ranking_metrics(floor["full_test"], "full_")}
     beats = metrics["test"]["ndcg_10"] > popularity["ndcg_10"]
-    found = {**metrics, "popularity": popularity, "chance": chance_metrics(parts), "beats_popularity": beats}
-    return found | {"new_item": new_item_metrics(parts, ranks)}
+    found = {**metrics, "popularity": popularity, "chance": chance_metrics(split), "beats_popularity": beats}
+    return found | {"new_item": new_item_metrics(split, ranks)}
 
 
-def rating_results(parts: Split, predictions: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def rating_results(split: Split, predictions: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """The same for ratings (`val` is empty where there is no validation data), and what the two mean predictors get."""
-    metrics: dict[str, dict[str, float]] = {"val": {}, **metrics_of(parts, predictions)}
-    for name, errors in _errors(parts, predictions).items():
+    metrics: dict[str, dict[str, float]] = {"val": {}, **metrics_of(split, predictions)}
+    for name, errors in _errors(split, predictions).items():
         metrics[name] |= rating_spread(errors["mse"])
-    floors = rating_floors(parts)
+    floors = rating_floors(split)
     return {**metrics, **floors, "beats_means": metrics["test"]["rmse"] < floors["user_item_mean"]["rmse"]}
 
 
-def _errors(parts: Split, predictions: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
-    return {name: client_errors(predictions[name], held, parts.rating_min, parts.rating_max) for name, held in parts.held.items()}
+def _errors(split: Split, predictions: Mapping[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+    return {name: client_errors(predictions[name], held, split.rating_min, split.rating_max) for name, held in split.held.items()}
 
 
-def notes(summary: dict[str, Any], parts: Split) -> list[str]:
+def notes(summary: dict[str, Any], split: Split) -> list[str]:
     """What must be said beside the numbers, in words."""
     said = []
-    if parts.protocol.leaky:
+    if split.protocol.leaky:
         why = []
-        if parts.protocol.train_negatives == "leaky":
+        if split.protocol.train_negatives == "leaky":
             why.append("held-out items are never drawn as training negatives")
-        if parts.protocol.select_on == "test":
+        if split.protocol.select_on == "test":
             why.append("the round is chosen on test")
         said.append(f"LEAKY: {' and '.join(why)}; these numbers are inflated (see docs/protocol.md)")
-    if parts.held:
+    if split.held:
         mine, floor = summary["test"]["rmse"], summary["user_item_mean"]["rmse"]
         if not summary["beats_means"]:
             said.append(f"{summary['algo']} does NOT beat the user and item means: RMSE {mine:.4f} against {floor:.4f}")
@@ -150,7 +150,7 @@ def notes(summary: dict[str, Any], parts: Split) -> list[str]:
     return said
 
 
-def final_table(summary: dict[str, Any], parts: Split) -> str:
+def final_table(summary: dict[str, Any], split: Split) -> str:
     """The result beside popularity and chance, or the mean predictors, and what must be said about it."""
     rows = [(summary["algo"], summary["test"])]
     if "refit" in summary:
@@ -158,7 +158,7 @@ def final_table(summary: dict[str, Any], parts: Split) -> str:
     if "new_user" in summary:
         rows.append((f"{summary['algo']}, {summary['new_user']['clients']:,} new users", summary["new_user"]))
     columns: tuple[str, ...]
-    if parts.held:
+    if split.held:
         columns = ("rmse", "mae", "accuracy")
         rows += [("user + item mean", summary["user_item_mean"]), ("global mean", summary["global_mean"])]
     else:
@@ -166,11 +166,11 @@ def final_table(summary: dict[str, Any], parts: Split) -> str:
         rows += [("popularity", summary["popularity"]), ("random (exact)", summary["chance"])]
     protocol = f"{summary['protocol']}{' LEAKY' if summary['leaky'] else ''}"
     head = f"{summary['dataset']}, protocol {protocol} [{summary['protocol_fingerprint']}]"
-    if parts.protocol.fold is not None:
-        head += f", fold {parts.protocol.fold} of {parts.protocol.folds}"
-    chosen = "the last" if parts.protocol.select_on == "last" else f"chosen on {parts.protocol.select_on}"
-    sample = "" if parts.sample is None else f" ({len(parts.sample):,} of them ranked for)"
-    lines = ["", f"{head}: {parts.clients:,} clients{sample}, {parts.items:,} items"]
+    if split.protocol.fold is not None:
+        head += f", fold {split.protocol.fold} of {split.protocol.folds}"
+    chosen = "the last" if split.protocol.select_on == "last" else f"chosen on {split.protocol.select_on}"
+    sample = "" if split.sample is None else f" ({len(split.sample):,} of them ranked for)"
+    lines = ["", f"{head}: {split.clients:,} clients{sample}, {split.items:,} items"]
     lines.append(f"test at round {summary['best_round']} of {summary['rounds']} ({chosen})")
     lines += metric_rows(rows, columns)
     lines.append(f"{summary['seconds_per_round']:.2f} s a round, {human(summary['bytes_up'])} up, {human(summary['bytes_down'])} down, "
@@ -197,16 +197,16 @@ def metric_rows(rows: Sequence[tuple[str, Mapping[str, float]]], columns: Sequen
     return lines
 
 
-def per_client(parts: Split, outcome: Mapping[str, np.ndarray], refit: Mapping[str, np.ndarray] | None = None) -> pd.DataFrame:
+def per_client(split: Split, outcome: Mapping[str, np.ndarray], refit: Mapping[str, np.ndarray] | None = None) -> pd.DataFrame:
     """One row a client: its name in the source, how much it trained on, its ranks and popularity's, or its errors and the means'."""
-    columns = {"user": parts.user_ids[parts.evaluated].astype(str), "train_items": parts.train_counts[parts.evaluated]}
-    if parts.held:
-        for name, errors in _errors(parts, outcome).items():
+    columns = {"user": split.user_ids[split.evaluated].astype(str), "train_items": split.train_counts[split.evaluated]}
+    if split.held:
+        for name, errors in _errors(split, outcome).items():
             columns |= {f"{key}_{name}": value for key, value in errors.items()}
-        means = client_errors(mean_predictions(parts)["user_item_mean"], parts.held["test"], parts.rating_min, parts.rating_max)
+        means = client_errors(mean_predictions(split)["user_item_mean"], split.held["test"], split.rating_min, split.rating_max)
         columns |= {f"{key}_means": value for key, value in means.items() if key != "ratings"}
     else:
-        floor = popularity_ranks(parts)
+        floor = popularity_ranks(split)
         columns |= {f"{kind}rank_{name}": outcome[f"{kind}{name}"] for kind in ("", "full_") for name in ("val", "test")}
         columns |= {f"{kind}rank_popularity": floor[f"{kind}test"] for kind in ("", "full_")}
         columns |= {f"refit_{kind}rank_test": refit[f"{kind}test"] for kind in ("", "full_")} if refit else {}

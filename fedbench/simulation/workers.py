@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ OVER = 1
 DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.int64, torch.int32, torch.bool)}
 
 Made = TypeVar("Made")
+Given = ParamSpec("Given")
 
 
 _alone = False
@@ -217,6 +218,11 @@ def run_on_all(make: Callable[[], Made]) -> Made:
     made: list[Made] = []
     gather(lambda: made.append(make()))
     return made[0]
+
+
+def on_first(work: Callable[Given, Made], *given: Given.args, **named: Given.kwargs) -> Made | None:
+    """What `work` returns on worker 0; elsewhere it is not run, and None comes back. The workers do not wait for each other."""
+    return work(*given, **named) if is_first() else None
 
 
 def agree(what: str, word: Callable[[], str]) -> None:

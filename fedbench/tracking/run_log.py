@@ -142,9 +142,13 @@ class RunLog:
         """The address that shows this experiment's charts in the MLflow UI."""
         return self._mirror.link if self._mirror else None
 
-    def go_on(self, after: int) -> None:
-        """The rounds up to `after` are done; lines of later ones in metrics.jsonl no longer hold."""
+    def resume(self, after: int) -> None:
+        """The rounds up to `after` are done; lines of later ones in metrics.jsonl are dropped."""
         self._start_metrics(after + 1)
+
+    def rounds(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, with those from before the run was resumed."""
+        return mirror_process.read_lines(self.out / "metrics.jsonl")
 
     def round(self, metrics: dict[str, float]) -> None:
         """One line of metrics.jsonl. `metrics` has "round"."""
@@ -153,6 +157,11 @@ class RunLog:
         self._lines.append(line)
         file.write(json.dumps(line).encode() + b"\n")
         file.flush()
+
+    def keep(self, name: str, content: bytes) -> None:
+        """Write a file of the run's folder."""
+        with files.replacing(self.out / name) as file:
+            file.write(content)
 
     def refit_round(self, metrics: dict[str, float]) -> None:
         """One line of refit.jsonl; in MLflow the same names under refit/."""
@@ -248,7 +257,7 @@ class RunLog:
 
 
 class NoLog(RunLog):
-    """Nothing is written: what the ranks beside the first have."""
+    """A run log that writes nothing: that of every worker but the first."""
 
     def __init__(self) -> None:
         self._mirror = None
@@ -257,9 +266,14 @@ class NoLog(RunLog):
     def open(cls, *_: Any, **__: Any) -> NoLog:
         return cls()
 
-    def go_on(self, after: int) -> None: ...
+    def rounds(self) -> list[dict[str, Any]]:
+        return []
+
+    def resume(self, after: int) -> None: ...
 
     def round(self, metrics: dict[str, float]) -> None: ...
+
+    def keep(self, name: str, content: bytes) -> None: ...
 
     def refit_round(self, metrics: dict[str, float]) -> None: ...
 
