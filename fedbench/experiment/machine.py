@@ -33,14 +33,17 @@ def set_up(config: RunConfig) -> str:
     if workers.count() > 1:
         check_shared(config.algorithm)
         device = workers.own_device(device)
+        make_current(device)
+    if device == "mps":
+        check_mps(config)
     workers.join(device)
     return device
 
 
 def choose_device(name: str) -> str:
-    """auto: a GPU if there is one."""
+    """The device of a --device flag, made torch's current one. auto: a CUDA GPU if there is one, else the CPU; mps must be asked for."""
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        return "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = name.partition(":")
     if kind == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -50,10 +53,27 @@ def choose_device(name: str) -> str:
             )
     if kind == "mps" and not torch.backends.mps.is_available():
         raise UsageError("--device mps: this machine has no Apple GPU that torch can use; use --device cpu or auto")
+    make_current(name)
     return name
 
 
+def make_current(device: str) -> None:
+    """Before anything is allocated: kernels and streams that name no device would go to the first GPU, and take memory there."""
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(int(device.removeprefix("cuda:")))
+
+
+def check_mps(config: RunConfig) -> None:
+    """Refuse what an Apple GPU cannot do, for it has no float64, and say what it lacks."""
+    if config.dtype == "float64":
+        raise UsageError("--device mps: Apple GPUs have no float64; use --dtype float32 or --device cpu")
+    if config.algorithm.mailed:
+        raise UsageError(f"--device mps: {config.algo} compares clients in float64, which Apple GPUs do not have; use --device cpu")
+    log.warning("--device mps is not tested, has no compiled kernels and no float64; --device cpu is faster for most methods here")
+
+
 def set_threads(count: int) -> None:
+    """Let torch and numba use so many threads."""
     most = os.cpu_count() or 1
     if count > most:
         raise UsageError(f"--threads {count}: this machine has {most} CPU threads; use at most that many")

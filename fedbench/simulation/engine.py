@@ -185,7 +185,7 @@ class Engine:
         done = []
         for block in self.packed(samples, kind, when, self.block_rows):
             done.append(self.run_block(block, answer, store, before))
-            losses[block.position] = done[-1].loss.double().cpu()
+            losses[block.position] = done[-1].loss.cpu().double()
         return self.collect(done, samples, store), losses, sum(one.updates for one in done)
 
     def packed(self, samples: Samples, kind: np.ndarray, when: int, block_rows: int, purpose: str = "") -> Iterator[Block]:

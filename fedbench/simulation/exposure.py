@@ -62,7 +62,7 @@ def _sent(tables: list[Rows], picked: np.ndarray) -> tuple[np.ndarray, np.ndarra
     ptr = np.concatenate([[0], np.cumsum(counts)])
     at = torch.from_numpy(np.repeat(first - ptr[:-1], counts) + np.arange(ptr[-1])).to(tables[0].item.device)
     square = torch.stack([flat(rows.value[at]).square().sum(1) for rows in tables]).sum(0)
-    return ptr, tables[0].item[at].cpu().numpy(), square.double().cpu().numpy()
+    return ptr, tables[0].item[at].cpu().numpy(), square.cpu().double().numpy()
 
 
 def _apart(tables: list[Tensor], picked: np.ndarray, mine: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -75,7 +75,7 @@ def _apart(tables: list[Tensor], picked: np.ndarray, mine: slice) -> tuple[np.nd
             _add_distances(whole.numpy(), picked, square)
         else:
             some = whole[torch.from_numpy(picked).to(table.device)]
-            square += (some - some.mean(0)).square().sum(2).double().cpu().numpy()
+            square += (some - some.mean(0)).square().sum(2).cpu().double().numpy()
     n = len(square[mine])
     return np.arange(n + 1) * items, np.tile(np.arange(items), n), square[mine].ravel()
 
