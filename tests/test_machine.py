@@ -10,7 +10,8 @@ import torch
 from fedbench.commands import cli
 from fedbench.errors import UsageError
 from fedbench.experiment import machine
-from fedbench.settings.config import RunConfig, resolve
+from fedbench.settings.command_line import resolve
+from fedbench.settings.config import RunConfig
 from fedbench.simulation import workers
 
 TINY = "--dataset synthetic --users 20 --items 60 --interactions 8 --rounds 1 --no-mlflow --quiet"

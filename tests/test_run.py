@@ -63,6 +63,7 @@ def test_the_folder_alone_suffices(tmp_path: Path) -> None:
     assert summary == run_log.plain(returned)
     named = "algo dataset protocol protocol_fingerprint leaky seed rounds best_round val test bytes_up bytes_down client_visits"
     assert {*named.split(), "clients_never_seen", "seconds_per_round", "peak_rss_mb", "device"} <= summary.keys()
+    assert summary["schema"] == 1
     for which in ("val", "test"):
         assert {"hr_10", "ndcg_10", "full_hr_10", "full_ndcg_10", "mrr", "mrr_p10", "mrr_worst_decile"} <= summary[which].keys()
     assert (summary["algo"], summary["dataset"], summary["rounds"], summary["leaky"]) == ("fedmf", "synthetic", 3, False)

@@ -29,6 +29,8 @@ from fedbench.settings.config import RunConfig
 from fedbench.simulation.federation import COUNTED, Federation
 from fedbench.text import human
 
+SCHEMA = 1
+"""version of summary.json: it changes when a key is renamed, removed or means something else, not when one is added"""
 LONGEST_NAME = 28
 """of a row in the final table, which must fit a terminal of 80 columns"""
 
@@ -61,6 +63,7 @@ def summarise(
     reported = next((line for line in lines if line["round"] == best.round), {})
     exposure = {key.removeprefix("exposure/"): value for key, value in reported.items() if key.startswith("exposure/")}
     summary = {
+        "schema": SCHEMA,
         "algo": config.algorithm.name,
         "dataset": dataset.name,
         "protocol": split.protocol.name,
@@ -218,6 +221,7 @@ def over_runs(summaries: Sequence[dict[str, Any]], clients: Sequence[pd.DataFram
 
     clients: the runs' rows a client; where all have the same clients, `interval` has the 95 % bootstrap intervals of the test metrics.
     """
+    summaries = [{"schema": SCHEMA, **summary} for summary in summaries]  # a run that was finished before the key was there has none
     merged: dict[str, Any] = {key: _merge([summary[key] for summary in summaries]) for key in summaries[0]}
     folds = [summary["protocol_fields"]["fold"] for summary in summaries]
     if len(set(folds)) > 1:

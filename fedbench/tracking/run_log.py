@@ -42,7 +42,7 @@ ALONE = ("refit/", "new_user/", "new_item/")
 FLOORS = ("popularity", "chance", "user_item_mean", "global_mean")
 """references in the summary: they say nothing of the run, so MLflow has the metrics that count as tags, and no chart of them"""
 FLOOR_METRICS = ("hr_10", "ndcg_10", "rmse")
-CONSTANTS = (*(f"{name}." for name in FLOORS), "protocol_fields.", "clients", "items", "new_item.clients", "new_item.items")
+CONSTANTS = (*(f"{name}." for name in FLOORS), "protocol_fields.", "schema", "clients", "items", "new_item.clients", "new_item.items")
 """numbers of the summary that are the same whatever the method does, by name or by what their name begins with"""
 FLUSH_SECONDS = 5.0
 """how often rounds reach MLflow"""
