@@ -254,7 +254,7 @@ def test_a_second_ctrl_c_does_not_wait_for_mlflow(dripping: str, tmp_path: Path)
     finally:
         process.kill()
     assert process.returncode == 130 and "Traceback" not in err, err
-    assert "interrupted" in err.splitlines()[-1] and "goes on" in err.splitlines()[-1] and "error" not in err
+    assert "interrupted" in err.splitlines()[-1] and "resume" in err.splitlines()[-1] and "error" not in err
 
 
 def test_ctrl_c_in_the_wait_of_a_finished_run(dripping: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

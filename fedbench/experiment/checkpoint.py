@@ -1,8 +1,8 @@
 """A run's state on disk: safetensors and JSON, nothing that is unpickled.
 
 `checkpoint/round-12.safetensors` holds the tensors after round 12, `checkpoint/round-12.json` the facts and the checksum of both.
-The tensors come first and the JSON last, each written aside, synced and renamed: a state without its JSON is none, and a reader
-finds a state whole or not at all. The last two are kept, so that a damaged one can be done without.
+The tensors come first and the JSON last, each written aside, synced and renamed: a state without its JSON is none, so a reader
+finds a complete state or none. The last two are kept, in case the newest is damaged.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ log = logging.getLogger("fedbench")
 
 @dataclass(frozen=True)
 class State:
-    """A state found on disk whose checksums are right."""
+    """A saved state whose checksums were verified."""
 
     path: Path
-    """of the tensors"""
+    """the safetensors file"""
     facts: dict[str, Any]
 
     def tensors(self, device: str) -> Saved:
@@ -55,7 +55,7 @@ class State:
 
 
 class Saved(Mapping[str, Tensor]):
-    """The tensors of a safetensors file. Each is mapped anew when it is asked for, so none needs to fit in memory."""
+    """The tensors of a safetensors file, by name. Each is memory-mapped when it is read, so they need not fit in memory."""
 
     def __init__(self, path: Path, device: str) -> None:
         self.path, self.device = path, device
@@ -77,14 +77,14 @@ class Saved(Mapping[str, Tensor]):
 
 
 def save(out: Path, name: str, facts: dict[str, Any], tensors: Mapping[str, Tensor | Picked]) -> int:
-    """Write the state `name` of the run in `out`; returns its size in bytes. The states before stay as they are."""
+    """Write the state `name` of the run in `out`; returns its size in bytes. Other states are not touched."""
     folder = out / FOLDER
     try:
         files.make_folder(folder)
         part, place = folder / f"{name}.safetensors.part", folder / f"{name}.safetensors"
         digest = save_file(tensors, part)
         _sync(part)
-        (folder / f"{name}.json").unlink(missing_ok=True)  # it vouches for the tensors that are replaced now
+        (folder / f"{name}.json").unlink(missing_ok=True)  # its checksum is of the tensors that are replaced now
         part.replace(place)
         vouched = {"facts": facts, "tensors": digest}
         files.write_text(folder / f"{name}.json", json.dumps({**vouched, "sha256": _digest(vouched)}))
@@ -96,12 +96,12 @@ def save(out: Path, name: str, facts: dict[str, Any], tensors: Mapping[str, Tens
         before = rounds(out)
         intact = f"the checkpoint of round {before[0]} is intact" if before else "there is none before it"
         raise FedbenchError(
-            f"the checkpoint {folder / name} cannot be written ({_why(error)}); {intact}: make room and go on with --resume {out}"
+            f"the checkpoint {folder / name} cannot be written ({_why(error)}); {intact}: make room and resume with --resume {out}"
         ) from error
 
 
 def save_round(out: Path, round_: int, facts: dict[str, Any], tensors: Mapping[str, Tensor | Picked]) -> None:
-    """Write the state after a round, with the metrics up to it on disk before, and keep the last two."""
+    """Write the state after a round, once metrics.jsonl is on disk, and keep the last two."""
     if (out / "metrics.jsonl").exists():
         _sync(out / "metrics.jsonl")
     save(out, f"round-{round_}", facts, tensors)
@@ -109,7 +109,7 @@ def save_round(out: Path, round_: int, facts: dict[str, Any], tensors: Mapping[s
 
 
 def rename(out: Path, name: str, to: str) -> int:
-    """Make the state `name` known as `to` without copying it; returns its size. Until `prune` removes it, it is there under both names."""
+    """Link the state `name` as `to`; returns its size. It stays under both names until `prune` removes the first."""
     tensors, place = out / FOLDER / f"{name}.safetensors", out / FOLDER / f"{to}.safetensors"
     try:
         for old in (place.with_suffix(".json"), place):
@@ -122,11 +122,11 @@ def rename(out: Path, name: str, to: str) -> int:
         _sync(out / FOLDER)
         return place.stat().st_size
     except OSError as error:
-        raise FedbenchError(f"{place} cannot be written ({_why(error)}); make room and go on with --resume {out}") from error
+        raise FedbenchError(f"{place} cannot be written ({_why(error)}); make room and resume with --resume {out}") from error
 
 
 def prune(out: Path, keep: int) -> None:
-    """Remove all rounds' states but the newest `keep`, and what writes that were cut short left behind; with none, the best one's too."""
+    """Remove all checkpoints of rounds but the newest `keep`, and leftovers of interrupted writes; with keep=0 the best round's too."""
     stays = {f"round-{round_}" for round_ in rounds(out)[:keep]} | ({MODEL, BEST} if keep else {MODEL})
     there = [] if (out / FOLDER).is_symlink() else [file for file in (out / FOLDER).glob("*") if not file.is_dir()]
     gone = [file for file in there if file.suffix == ".part" or file.stem not in stays]
@@ -138,13 +138,13 @@ def prune(out: Path, keep: int) -> None:
 
 
 def rounds(out: Path) -> list[int]:
-    """Rounds whose state is there, whole or not, newest first."""
+    """Rounds that have a checkpoint, damaged ones too, newest first."""
     found = [re.fullmatch(r"round-(\d{1,18})\.json", path.name, re.ASCII) for path in (out / FOLDER).glob("round-*.json")]
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
 def newest(out: Path) -> State | None:
-    """The newest state that is whole; those before it that are not are named in the log."""
+    """The newest checkpoint that is intact; newer ones that are damaged are named in the log."""
     for round_ in rounds(out):
         try:
             return read(out, f"round-{round_}")
@@ -154,7 +154,7 @@ def newest(out: Path) -> State | None:
 
 
 def read(out: Path, name: str) -> State:
-    """The state `name`, its checksums verified."""
+    """Open the state `name` after verifying its checksums."""
     path = out / FOLDER / f"{name}.json"
     try:
         said = json.loads(files.read_text(path))
@@ -170,11 +170,13 @@ def read(out: Path, name: str) -> State:
 
 
 def save_file(tensors: Mapping[str, Tensor | Picked], path: Path) -> str:
-    """Write a safetensors file, what is picked chunk by chunk; returns its SHA-256.
+    """Write a safetensors file, rows of stores chunk by chunk; returns its SHA-256.
 
-    The file: the length of the header, the header in JSON with every tensor's place, then the numbers.
+    The format: the length of the header (8 bytes), the header in JSON with every tensor's offsets, then the numbers.
     """
-    order = sorted(tensors, key=lambda name: (-_dtype(tensors[name]).itemsize, name))  # each at a multiple of its numbers' size
+    order = sorted(
+        tensors, key=lambda name: (-_dtype(tensors[name]).itemsize, name)
+    )  # largest numbers first, so that each tensor is aligned
     header: dict[str, Any] = {}
     end = 0
     for name in order:

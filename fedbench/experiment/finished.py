@@ -1,4 +1,4 @@
-"""A run that is finished already: found by its folder, tidied if it was killed in its last moments, and told of again."""
+"""A run that is finished already: found by its folder, cleaned up if it was killed at its very end, and printed again."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def difference(out: Path, config: RunConfig) -> str:
 
 
 def say(out: Path, config: RunConfig, summary: dict[str, Any], split: Split) -> None:
-    """Tell the result again, and leave the folder as an undisturbed run would have."""
+    """Print the result again, and leave the folder as an undisturbed run would have."""
     try:
         table = final_table(summary, split)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -62,7 +62,7 @@ def say(out: Path, config: RunConfig, summary: dict[str, Any], split: Split) -> 
 
 
 def skip(out: Path, config: RunConfig) -> bool:
-    """Whether a run need not be started; its folder is tidied then."""
+    """Whether a run is finished already and need not start; its folder is cleaned up then."""
     if not find(out, config):
         return False
     with claimed(out):
@@ -71,7 +71,7 @@ def skip(out: Path, config: RunConfig) -> bool:
 
 
 def tidy(out: Path, config: RunConfig) -> str | None:
-    """Do what a run lacks that was killed between its summary and its end; the address of its charts, if MLflow had to be asked."""
+    """Finish what a run that was killed after its summary left undone; returns the charts' address if MLflow had to be asked."""
     checkpoint.prune(out, keep=0)
     for part in out.glob("*.part"):
         part.unlink()
@@ -80,11 +80,12 @@ def tidy(out: Path, config: RunConfig) -> str | None:
 
 
 def refuse_single_run(parent: Path) -> None:
-    """Several runs write their mean where a single run has its summary."""
+    """Refuse a folder with a single run for several runs: their mean would overwrite its summary."""
     if (parent / "config.json").exists():
         raise UsageError(f"--out {parent} already holds a run of one seed; choose another folder for several")
 
 
 def refuse_several(out: Path) -> None:
+    """Refuse a folder with several runs for a single run: its summary would overwrite their mean."""
     if (out / "summary.json").exists():
         raise UsageError(f"--out {out} already holds the mean of several runs; choose another folder for a single one")

@@ -26,7 +26,7 @@ FLOOR = {
     **{"rank_test": "rank_popularity", "full_rank_test": "full_rank_popularity"},
     **{"mse_test": "mse_means", "mae_test": "mae_means", "accuracy_test": "accuracy_means"},
 }
-"""columns of per_client.parquet that metrics are made of, and those that hold the same of what every method must beat"""
+"""columns of per_client.parquet that metrics come from, and the column of the reference (popularity, or the means) for each"""
 MOST_CANDIDATES = 10**8
 LARGEST = 2**63
 """whole numbers are below it"""
@@ -76,7 +76,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def read_clients(folder: Path) -> pd.DataFrame:
-    """A run's per_client.parquet, which has the columns of a ranking or those of ratings, and maybe those of the floor."""
+    """A run's per_client.parquet: the columns of a ranking or of ratings, and of the reference where there are any."""
     path = folder / "per_client.parquet"
     try:
         table = pq.read_table(io.BytesIO(files.read_bytes(path)))
@@ -117,14 +117,14 @@ def read_rounds(folder: Path, rounds: object = None) -> list[dict[str, Any]]:
 
 
 def check_rounds(out: Path, done: int) -> None:
-    """Raise if metrics.jsonl does not tell each of the rounds up to `done` once and in order: they could not be made again."""
+    """Raise unless metrics.jsonl has each round up to `done` once and in order: a resumed run does not repeat them."""
     path = out / "metrics.jsonl"
     lines = [line for line in mirror_process.read_lines(path) if line["round"] <= done]
     found = [line["round"] for line in lines]
     wrong = next((at for at, number in enumerate(found) if number != at + 1), len(found))
     if wrong < done or len(found) > done:
         what = f"round {wrong + 1} is missing" if wrong + 1 not in found else f"round {found[wrong]} stands where round {wrong + 1} belongs"
-        raise UsageError(f"--resume {out}: {path}: {what}, so the run cannot be gone on with; start again with another --out")
+        raise UsageError(f"--resume {out}: {path}: {what}, so the run cannot be resumed; start again with another --out")
     for line in lines:
         if not is_number(line.get("seconds")):
             what = f"round {line['round']} has no seconds, so no run wrote it"

@@ -1,7 +1,7 @@
-"""The model that a run keeps: the state of the reported round, set aside whenever a round becomes the best.
+"""The model that a run keeps: the state of the reported round, copied whenever a round becomes the best.
 
-It is copied in memory where that fits beside the run, else written to `checkpoint/best.safetensors`. A run that is killed replays the
-rounds after its last checkpoint, and with them those that became the best: at the end it keeps what an undisturbed run keeps.
+The copy is in memory where that fits beside the run, else in `checkpoint/best.safetensors`. A run that is killed repeats the
+rounds after its last checkpoint, with those that became the best: in the end it keeps what an undisturbed run keeps.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ log = logging.getLogger("fedbench")
 SMALL_BYTES = 64 * 2**20
 """a state of this size or less is copied in memory without asking how much is free"""
 FREE_SHARE = 0.25
-"""a larger one may take this share of the memory that is free when training begins"""
+"""a larger one may take this share of the free memory at the start of training"""
 
 
 class Aside:
-    """Where the state of the best round so far is kept while the run goes on."""
+    """Keeps the state of the best round so far during training."""
 
     def __init__(self, federation: Federation, config: RunConfig, out: Path) -> None:
         self.config, self.out = config, out
         self.place = self.chosen(federation)
         self.copies: Tensors = {}
-        """used again whenever a round becomes the best: fresh memory costs a fault for every page"""
+        """reused by every best round: fresh memory costs a page fault for every page"""
 
     def chosen(self, federation: Federation) -> str:
-        """`memory`, `file` or, if nothing is asked for or has room, `nowhere`; all workers choose alike."""
+        """Where: `memory`, `file`, or `nowhere` if it is not wanted or does not fit; all workers choose alike."""
         if self.config.refit or self.config.keep_state in ("last", "none"):
             return "nowhere"
         size = state_bytes(federation)
@@ -59,7 +59,7 @@ class Aside:
         return "nowhere"
 
     def put(self, federation: Federation, best: Best) -> None:
-        """The round that has just ended is the best."""
+        """Keep the state of the round that has just ended, which is the best."""
         best.state = {}
         if self.place == "memory":
             best.state = self.copies = copied(federation.state(), self.copies)
@@ -75,7 +75,7 @@ def state_bytes(federation: Federation) -> int:
 
 
 def copied(tensors: Mapping[str, Tensor | Picked], onto: Mapping[str, Tensor] | None = None) -> Tensors:
-    """A copy, in the memory of `onto` where shapes are alike."""
+    """A copy of the tensors, into those of `onto` that have the same shape and dtype."""
     copies = {}
     for name, value in tensors.items():
         if isinstance(value, Tensor):

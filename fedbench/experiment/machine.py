@@ -100,7 +100,7 @@ class Compiling(Listener):
                 log.info("compiling the kernels of this method for this machine: a minute or so, once; later runs find them")
 
     def on_end(self, event: Event) -> None:
-        """Nothing to say: the round goes on."""
+        """Required by numba; nothing to log."""
 
 
 def compiling_is_said() -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Whether a run can fit in memory, told before anything is drawn: what is asked for is counted, and what is too large refused."""
+"""Whether a run fits in memory, checked before anything is allocated: what it will ask for is counted, and too much is refused."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fedbench.text import human
 SAMPLE_BYTES = 12
 """of a training sample: the item, its place among the client's items, and the label"""
 COPIES = 2
-"""of what the server holds: a round makes it anew beside the one before"""
+"""of the server's state: a round makes the new one beside the old one"""
 
 
 class TooLarge(Exception):
-    """A tensor of so many bytes and of this form is asked for."""
+    """A single tensor exceeds the limit."""
 
     def __init__(self, needed: float, shape: tuple[int, ...]) -> None:
         super().__init__(needed)
@@ -33,7 +33,7 @@ class TooLarge(Exception):
 
 @dataclass(frozen=True)
 class Shapes(Draw):
-    """Randomness that is asked for and never drawn: tensors of any content, unless one is over the limit."""
+    """A Draw that allocates uninitialised tensors instead of drawing numbers; raises TooLarge for one over the limit."""
 
     limit: float = math.inf
 
@@ -72,7 +72,7 @@ def _held(algorithm: Algorithm, world: World, dtype: torch.dtype, free: float) -
 
 
 def counted(make: Callable[[], Tensors]) -> tuple[float, str]:
-    """Bytes that tensors take, and the form of the largest in words; 0 where an algorithm fails at what is in them, which tells nothing."""
+    """Bytes that tensors take, and the largest one's shape in words; 0 where uninitialised content makes the algorithm fail."""
     try:
         made = make()
     except TooLarge as error:
@@ -91,7 +91,7 @@ def _form(shape: Sequence[int]) -> str:
 
 
 def samples(algorithm: Algorithm, split: Split, clients: int) -> float:
-    """Bytes of the samples of a round, about: as many clients as take part, of the usual size."""
+    """Estimated bytes of a round's samples: a cohort of clients of average size."""
     trainers = len(split.train_counts)
     if not trainers:
         return 0
@@ -103,5 +103,5 @@ def samples(algorithm: Algorithm, split: Split, clients: int) -> float:
 
 
 def free_on(device: str) -> float:
-    """Bytes that can still be had on a device."""
+    """Free bytes on a device."""
     return float(torch.cuda.mem_get_info(device)[0]) if device.startswith("cuda") else free_memory()

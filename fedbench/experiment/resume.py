@@ -35,6 +35,7 @@ def new_folder(config: RunConfig) -> Path:
 
 
 def folder_of_runs(config: RunConfig) -> Path:
+    """Where runs of this dataset and algorithm go without --out."""
     return Path("runs") / Path(config.dataset).stem / config.algorithm.name
 
 
@@ -108,7 +109,7 @@ def find_resume_point(out: Path, config: RunConfig, split: Split) -> ResumePoint
             refuse(out, f"that run's {words} is {state.facts.get(key)}, here it is {mine}; use the data and the flags that it had")
     if not config.algorithm.federated and (kernel := state.facts.get("kernel", config.kernel)) != config.kernel:
         # its optimizer's moments stay between rounds, and kernels keep them on another scale
-        refuse(out, f"that run has --kernel {kernel}, here it is {config.kernel}; a centralised method goes on with the same")
+        refuse(out, f"that run has --kernel {kernel}, here it is {config.kernel}; a centralised method resumes with the same")
     if isinstance(state.facts.get("round"), int):
         folder.check_rounds(out, state.facts["round"])
     return ResumePoint(True, state)
@@ -118,7 +119,7 @@ def refuse(out: Path, why: str) -> NoReturn:
     raise UsageError(f"--resume {out}: {why}")
 
 
-def how_to_resume(config: RunConfig, out: Path, what: str = "goes on") -> str:
+def how_to_resume(config: RunConfig, out: Path) -> str:
     """What to do after an interrupt: without --out the next run of the same command would be a new one."""
     named = config.out is not None or config.resume not in ("auto", "never")
-    return f"the same command {what}" if named and config.resume != "never" else f"the same flags with --resume {out}: it {what}"
+    return "the same command resumes it" if named and config.resume != "never" else f"the same flags with --resume {out} resume it"

@@ -48,11 +48,11 @@ def run_several(configs: Sequence[RunConfig], parent: Path | None, jobs: int = 1
     if workers.count() > 1:
         raise UsageError("torchrun shares out one run; give it one seed and one fold, or leave it out and use --jobs")
     check_local_work(configs[0].algorithm, dtype_of(configs[0]))
-    again = "the same command goes on"
+    again = "the same command resumes them"
     if parent is None:
         parent = new_folder(configs[0])
         configs = placed(configs, parent)
-        again = f"the same flags with --out {parent} go on"
+        again = f"the same flags with --out {parent} resume them"
     try:
         with claimed(parent):
             finished.refuse_single_run(parent)
@@ -141,7 +141,7 @@ def execute(config: RunConfig, split: Split, dataset: Interactions, device: str,
             restore(point.state, federation, best)
             run_log.resume(federation.round)
         elif point.resumes:
-            log.warning("no checkpoint of the run in %s; it begins again", out)
+            log.warning("no checkpoint of the run in %s; it starts from the first round", out)
         try:
             train(federation, best, run_log, config, out)
         except Diverged:

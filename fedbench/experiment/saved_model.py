@@ -121,7 +121,7 @@ class Model:
             yield where, item, score
 
     def tables(self, clients: np.ndarray, k: int) -> Iterator[pd.DataFrame]:
-        """The same as tables of user, rank, item, score and, where the dataset has it, title: one row a recommendation."""
+        """Recommendations as tables of user, rank, item, score and, where the dataset has it, title: one row each."""
         for where, item, score in self.best(clients, k):
             row, place = np.nonzero(item >= 0)
             found = item[row, place]
@@ -194,7 +194,7 @@ def load(folder: Path, data_dir: Path | None = None, trust_plugin: bool = False)
 
 
 def checked(folder: Path, made: RunConfig, split: Split, state: checkpoint.State) -> tuple[Mapping[str, Tensor], int]:
-    """The tensors of a saved state and its round, if the forms are those of this run: a checksum is easily made for anything."""
+    """The tensors of a saved state and its round, if their shapes are those of this run: a right checksum does not prove that."""
     algorithm, world = made.algorithm, world_of(split)
     draw = Draw(made.seed, 0, None, torch.float64 if made.dtype == "float64" else torch.float32)
     with _named(folder, state):
@@ -236,7 +236,7 @@ def stored(made: RunConfig, split: Split, tensors: Mapping[str, Tensor]) -> Clie
 
 
 def config_of(folder: Path, trust_plugin: bool = False) -> RunConfig:
-    """What a run was told; a file of Python that it names runs as `trust` says."""
+    """The config of a run; a Python file that it names is loaded only if `trust` admits it."""
     if not os.path.isfile(folder / "config.json"):
         inside = sorted(path.parent.name for path in folder.glob("*/config.json")) if os.path.isdir(folder) else []
         hint = f"give one of the runs in it, such as {folder / inside[0]}" if inside else "give the folder of a finished run"
@@ -248,7 +248,7 @@ def saved_state(folder: Path) -> checkpoint.State:
     """What a finished run kept."""
     if not (folder / checkpoint.FOLDER / f"{checkpoint.MODEL}.json").is_file():
         finished = (folder / "summary.json").is_file()
-        hint = "it was told to keep none; train again without --keep-state none" if finished else "the run is not finished; go on with it"
+        hint = "it was told to keep none; train again without --keep-state none" if finished else "the run is not finished; resume it"
         raise UsageError(f"--run {folder}: there is no saved state: {hint}")
     return checkpoint.read(folder, checkpoint.MODEL)
 

@@ -1,4 +1,4 @@
-"""What is said of a run, or of several, when it is over: summary.json, the row a client, the final table and the words beside it."""
+"""The result of a run, or of several: summary.json, per_client.parquet, the final table and the notes below it."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Best:
     state: Tensors = field(default_factory=dict)
     """what the server and the clients held in it, if that is kept"""
     unranked: Federation | None = None
-    """what its full ranking is still to be made with"""
+    """the model whose full ranking is still to be computed"""
 
     def rank_all(self) -> None:
-        """Make the full ranking, if that was put off."""
+        """Compute the full ranking, if it was put off."""
         if self.unranked is not None:
             self.outcome |= {f"full_{part}": ranks for part, ranks in self.unranked.full_ranks().items()}
             self.unranked = None
@@ -115,7 +115,7 @@ def ranking_results(split: Split, ranks: Mapping[str, np.ndarray]) -> dict[str, 
 
 
 def rating_results(split: Split, predictions: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """The same for ratings (`val` is empty where there is no validation data), and what the two mean predictors get."""
+    """Rating metrics on validation (empty without validation data) and test, and those of the two mean predictors."""
     metrics: dict[str, dict[str, float]] = {"val": {}, **metrics_of(split, predictions)}
     for name, errors in _errors(split, predictions).items():
         metrics[name] |= rating_spread(errors["mse"])
@@ -128,7 +128,7 @@ def _errors(split: Split, predictions: Mapping[str, np.ndarray]) -> dict[str, di
 
 
 def notes(summary: dict[str, Any], split: Split) -> list[str]:
-    """What must be said beside the numbers, in words."""
+    """Warnings that belong beside the numbers: a leaky protocol, a method that does not beat the reference."""
     said = []
     if split.protocol.leaky:
         why = []
@@ -154,7 +154,7 @@ def notes(summary: dict[str, Any], split: Split) -> list[str]:
 
 
 def final_table(summary: dict[str, Any], split: Split) -> str:
-    """The result beside popularity and chance, or the mean predictors, and what must be said about it."""
+    """The result beside popularity and chance, or the mean predictors, and the notes."""
     rows = [(summary["algo"], summary["test"])]
     if "refit" in summary:
         rows.append((f"{summary['algo']} refit", summary["refit"]["test"]))
@@ -184,7 +184,7 @@ def final_table(summary: dict[str, Any], split: Split) -> str:
 
 
 def _number(value: float | None) -> float:
-    """What is not finite is null in summary.json."""
+    """A metric as summary.json has it: null stands for what is not finite."""
     return float("nan") if value is None else value
 
 
@@ -229,11 +229,11 @@ def over_runs(summaries: Sequence[dict[str, Any]], clients: Sequence[pd.DataFram
         merged["protocol_fingerprint"] = over_folds(merged)
     if len({summary["seed"] for summary in summaries}) > 1:
         merged["seed"] = None
-    told = ("seed", "best_round", "protocol_fingerprint", "val", "test", *(["refit"] if "refit" in merged else []))
-    merged["std"] = {part: _deviation([summary[part] for summary in summaries]) for part in told if isinstance(merged[part], dict)}
+    kept = ("seed", "best_round", "protocol_fingerprint", "val", "test", *(["refit"] if "refit" in merged else []))
+    merged["std"] = {part: _deviation([summary[part] for summary in summaries]) for part in kept if isinstance(merged[part], dict)}
     if intervals := _intervals(clients):
         merged["interval"] = {"test": {name: list(ends) for name, ends in intervals.items() if name in merged["test"]}}
-    merged["runs"] = [{"fold": fold, **{key: summary[key] for key in told}} for fold, summary in zip(folds, summaries, strict=True)]
+    merged["runs"] = [{"fold": fold, **{key: summary[key] for key in kept}} for fold, summary in zip(folds, summaries, strict=True)]
     return merged
 
 
@@ -258,7 +258,7 @@ def _deviation(values: list[Any]) -> Any:
 
 
 def _merge(values: list[Any]) -> Any:
-    """One value for several: the same if they are equal, dicts key by key, lists joined, true if all are, numbers by their mean."""
+    """One value for several: equal ones stay, dicts merge by key, lists concatenate, booleans are true if all are, numbers average."""
     first = values[0]
     if all(value == first for value in values):
         return copy.deepcopy(first)

@@ -87,8 +87,7 @@ def refit(federation: Federation, rounds: int, run_log: RunLog, config: RunConfi
     """
 
     def interrupted(federation: Federation) -> str:
-        again = "goes on, and begins the refit again"
-        return f"interrupted after round {federation.round} of the refit; {how_to_resume(config, out, again)}"
+        return f"interrupted after round {federation.round} of the refit, which begins again; {how_to_resume(config, out)}"
 
     bar = ProgressBar(f"{config.algorithm.name} refit", rounds, hidden=config.quiet)
     train_rounds(federation, rounds, "rounds", [Loss(), Seconds(), Logged(run_log.refit_round), bar, Interrupt(interrupted)])

@@ -165,7 +165,7 @@ def lost_workers_end_the_run() -> Iterator[None]:
         why = " ".join(str(error).split())[:200]
         raise FedbenchError(
             f"another worker is gone ({why}); give the same command again, or let torchrun do that (--max-restarts 3): "
-            "with --out the run goes on from its last checkpoint"
+            "with --out the run resumes from its last checkpoint"
         ) from error
 
 

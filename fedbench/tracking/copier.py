@@ -1,4 +1,4 @@
-"""The process beside a run that copies it to MLflow (mirror_process.py): started, told, listened to, never waited for without end."""
+"""The run's side of its MLflow copy: starts the mirror process (mirror_process.py), talks to it, and waits for it for a limited time."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from fedbench.tracking import mirror_process
 logger = logging.getLogger("fedbench")
 
 AT_HAND = "FEDBENCH_MIRROR"
-"""where a process waits that has imported MLflow, see `mlflow_at_hand`"""
+"""environment variable: the socket of a process that has imported MLflow, see `mlflow_at_hand`"""
 PATIENCE = "FEDBENCH_MLFLOW_PATIENCE"
-"""how many seconds the end of a run waits for MLflow"""
+"""environment variable: how many seconds the end of a run waits for MLflow"""
 SAY_SO = 3.0
-"""seconds after which the wait is said"""
+"""seconds after which the log says that the run waits"""
 
 
 def patience() -> float:
@@ -46,13 +46,13 @@ class Mirror:
     """
 
     def __init__(self, order: dict[str, Any], note: Callable[[str], None]):
-        """order: what to make, see mirror.Copy; note is told the run's id."""
+        """order: what to copy, see mirror_process.Copy; note: called with the MLflow run's id once it is known."""
         self.run_id: str | None = None
         self.link: str | None = None
         self.whole = False
-        """the copy has all that the run left behind"""
+        """the copy is complete"""
         self.ended = False
-        """it has been told how the run ended"""
+        """the mirror process knows how the run ended"""
         self.place = mirror_process.place(order["experiment"])
         self._out = order["out"]
         self._note = note
@@ -61,14 +61,14 @@ class Mirror:
         self._copier: tuple[int, str] | None = None
         """pid and start of the process that copies"""
         self._excused = False
-        """nothing more need be said about the copy"""
+        """the copy's end was reported or needs no report"""
         self._words, self._answers = self._connect() or self._start()
         self._tell({**order, "patience": self._patience})
         self._listener = threading.Thread(target=self._listen, name="mlflow", daemon=True)
         self._listener.start()
 
     def _connect(self) -> tuple[IO[str], IO[str]] | None:
-        """To a process that `mlflow_at_hand` has started, if there is one."""
+        """Connect to the process that `mlflow_at_hand` has started, if there is one."""
         with suppress(KeyError, OSError), socket.socket(socket.AF_UNIX) as line:
             line.connect(os.environ[AT_HAND])
             return line.makefile("w", encoding="utf-8"), line.makefile("r", encoding="utf-8")
@@ -96,7 +96,7 @@ class Mirror:
             if self._process:
                 self._process.wait(max(1.0, deadline - time.monotonic()))
         except KeyboardInterrupt:
-            self._excused = True  # it has its last word and goes on alone, for as long as its own patience lasts
+            self._excused = True  # it knows how the run ended and continues alone, for as long as its own patience lasts
             raise
         except subprocess.TimeoutExpired:
             self._kill()
@@ -162,7 +162,7 @@ def start_mirror(*arguments: str, stdout: int) -> subprocess.Popen[str]:
 
 @contextmanager
 def mlflow_at_hand(wanted: bool) -> Iterator[dict[str, str]]:
-    """A process that has imported MLflow already, for runs started meanwhile: what their environment must say to find it."""
+    """Keep a process that has imported MLflow; yields the environment variables by which runs started meanwhile find it."""
     if not wanted:
         yield {}
         return
@@ -182,7 +182,7 @@ def mlflow_at_hand(wanted: bool) -> Iterator[dict[str, str]]:
 
 
 def within(seconds: float, work: Callable[[], object]) -> str | None:
-    """Do a work that MLflow may hold up, and leave it alone after so long; why it failed, in one line, or None."""
+    """Run `work`, which MLflow may block, for at most so many seconds; returns why it failed, in one line, or None."""
     failed: list[str] = []
 
     def attempt() -> None:

@@ -1,11 +1,11 @@
 """The MLflow copy of a run, made by a process of its own: `python -m fedbench.tracking.mirror_process`, started by `copier.Mirror`.
 
 Importing MLflow and making its database take seconds of a core, and a run must not wait for them. So this process reads what the run
-writes anyway (metrics.jsonl) and is told the rest in lines of JSON on standard input: first what to make, last how the run ended.
-It answers in lines of JSON. If its input ends without a last word, the run was killed, and the copy says so.
+writes anyway (metrics.jsonl) and gets the rest in lines of JSON on standard input: first what to copy, last how the run ended.
+It answers in lines of JSON. If its input ends without that last line, the run was killed, and the copy is marked KILLED.
 
 For many runs `python -m fedbench.tracking.mirror_process SOCKET` imports MLflow once: each run that connects there has a
-copy forked for it, which goes on whatever happens to others. It ends with its standard input.
+process forked for its copy, which does not depend on the others. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ if TYPE_CHECKING:
 LOCAL_UI = "http://127.0.0.1:5000"
 CHARTS = "#/experiments/{}/runs?workflowType=machine_learning&compareRunsMode=CHART"
 BATCH_METRICS, BATCH_PARAMS, PARAM_LENGTH, TAG_LENGTH = 1000, 100, 6000, 8000
-"""what MLflow takes in one log_batch call, and the longest value of a param and of a tag"""
+"""MLflow's limits: metrics and params in one log_batch call, and the length of a param and of a tag"""
 ROUNDS = {"metrics.jsonl": "", "refit.jsonl": "refit/"}
 """files with a line a round, and what their names begin with in MLflow"""
 FINAL = ("best/", "summary/", "refit/test/", "new_user/", "new_item/")
-"""metrics of a whole run, not of a round; at step 0, for the UI draws bars of what has no later step, and lonely dots of the rest"""
+"""metrics of a whole run, not of a round; logged at step 0, for the UI draws bars only of metrics without a later step"""
 SOURCE = {"mlflow.source.name": "train.py", "mlflow.source.type": "LOCAL"}
 DIGEST_LENGTH = 32
 """digits of a data checksum that MLflow keeps: it takes 36"""
 LOCK = ".mlflow-lock"
 """held in a run's folder by the one process that copies it"""
 GONE: dict[str, Any] = {"status": "KILLED", "final": {}, "files": []}
-"""the last word of a run that was killed and said none"""
+"""stands for the last line of a run that was killed and sent none"""
 
 
 class Copy:
-    """One MLflow run: begun or, after an interruption, gone on with."""
+    """One MLflow run: created or, after an interruption, resumed."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self.out = Path(order["out"])
@@ -83,7 +83,7 @@ class Copy:
             self._name_data(tags)
 
     def _name_data(self, tags: dict[str, str]) -> None:
-        """Say what the run was trained on, as the UI's "Datasets" shows it."""
+        """Log what the run was trained on, which the UI shows under "Datasets"."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         if tags.get("dataset") and tags.get("data_checksum"):
@@ -92,7 +92,7 @@ class Copy:
             self.client.log_inputs(self.run_id, [DatasetInput(data, [InputTag("mlflow.data.context", "training")])])
 
     def _earlier(self, run_id: str | None, key: str | None, experiment_id: str) -> Run | None:
-        """The run to go on with, if this store has it, by its id or by the key in its folder; rounds that it holds are not sent again."""
+        """The MLflow run to resume, if this store has it, found by its id or by the key in its folder; notes which rounds it holds."""
         from mlflow.exceptions import MlflowException
 
         run = None
@@ -167,7 +167,7 @@ def main() -> None:
 
 
 def serve(address: str) -> bool:
-    """Wait for runs. True in a new process for each of them, whose standard input and output it is; False when all is over."""
+    """Accept runs. Returns True in a forked process for each run, with the run as its standard input and output; False at the end."""
     import_client()
     importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a copy ended
@@ -187,7 +187,7 @@ def serve(address: str) -> bool:
 
 
 def follow(answers: TextIO) -> None:
-    """Follow one run from its first word to its last."""
+    """Copy one run, from the first line on standard input to the last."""
     order = json.loads(sys.stdin.readline())
 
     def say(**answer: Any) -> None:
@@ -198,7 +198,7 @@ def follow(answers: TextIO) -> None:
     words: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_listen, args=(words, order["patience"]), daemon=True).start()
     try:
-        # the copy of a run that was killed may still be sending what the run that goes on would send again
+        # the copy of a run that was killed may still be sending what the resumed run would send again
         with alone(Path(order["out"]) / LOCK, patience=60):
             if not words.empty() and words.queue[0] is GONE and _replaced(order):
                 return
@@ -225,7 +225,7 @@ def _listen(words: queue.Queue[dict[str, Any]], patience: float) -> None:
 
 
 def _replaced(order: dict[str, Any]) -> bool:
-    """Whether the run that ended before its copy began is gone on with by another process, whose copy this one would disturb."""
+    """Whether the run ended before its copy began and was resumed by another process, whose copy this one would disturb."""
     try:
         now = json.loads((Path(order["out"]) / "env.json").read_text(encoding="utf-8"))["process"]
     except (OSError, ValueError, KeyError):

@@ -1,4 +1,4 @@
-"""A run's outputs: the folder that suffices alone, and its mirror in MLflow."""
+"""A run's outputs: its folder, which is complete by itself, and its copy in MLflow."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ FILES = ("summary.json", "config.json", "metrics.jsonl", "per_client.parquet", "
 ALONE = ("refit/", "new_user/", "new_item/")
 """parts of the summary that keep their own names in MLflow"""
 FLOORS = ("popularity", "chance", "user_item_mean", "global_mean")
-"""references in the summary: they say nothing of the run, so MLflow has the metrics that count as tags, and no chart of them"""
+"""references in the summary: equal for every method, so MLflow gets the main metrics as tags, and no charts of them"""
 FLOOR_METRICS = ("hr_10", "ndcg_10", "rmse")
 CONSTANTS = (*(f"{name}." for name in FLOORS), "protocol_fields.", "schema", "clients", "items", "new_item.clients", "new_item.items")
-"""numbers of the summary that are the same whatever the method does, by name or by what their name begins with"""
+"""numbers of the summary that do not depend on the method, by name or by prefix: no metrics in MLflow"""
 FLUSH_SECONDS = 5.0
 """how often rounds reach MLflow"""
 
 
 def setup_logging(quiet: bool, debug: bool) -> None:
-    """Colour on the console: INFO, WARNING with `quiet`, DEBUG with `debug`."""
+    """Log to the console, in colour: INFO, WARNING with `quiet`, DEBUG with `debug`."""
     logger.handlers = [handler for handler in logger.handlers if isinstance(handler, logging.FileHandler)]
     level = logging.DEBUG if debug else logging.WARNING if quiet else logging.INFO
     coloredlogs.install(level=level, logger=logger, fmt="%(asctime)s %(message)s", datefmt="%H:%M:%S", reconfigure=False)
@@ -61,7 +61,7 @@ def setup_logging(quiet: bool, debug: bool) -> None:
 
 
 class _LogFile(logging.FileHandler):
-    """Added to in place, so a link there is refused."""
+    """log.txt, appended to; a symbolic link in its place is refused."""
 
     def _open(self) -> TextIOWrapper:
         return TextIOWrapper(files.appended(Path(self.baseFilename)), encoding="utf-8", write_through=True)
@@ -84,7 +84,7 @@ class RunLog:
     def __init__(self, out: Path, config: dict[str, Any], env: dict[str, Any], log_file: logging.Handler, copy: Mirror | None):
         self.out = out
         self.tracking_seconds = 0.0
-        """what the run has spent on MLflow: starting its process, and waiting for it at the end"""
+        """seconds that the run spent on MLflow: starting its process, and waiting for it at the end"""
         self._config = config
         self._env = env
         self._log_file: logging.Handler | None = log_file
@@ -164,7 +164,7 @@ class RunLog:
             file.write(content)
 
     def refit_round(self, metrics: dict[str, float]) -> None:
-        """One line of refit.jsonl; in MLflow the same names under refit/."""
+        """One line of refit.jsonl; in MLflow its names are prefixed with refit/."""
         line = plain(metrics)
         path = self.out / "refit.jsonl"
         with files.created(path) if line["round"] == 1 else files.appended(path) as file:
@@ -213,7 +213,7 @@ class RunLog:
         logger.debug("MLflow took %.2f s of the run", self.tracking_seconds)
 
     def _note(self, **facts: str) -> None:
-        """Facts about the copy, in env.json; where the disk is full the run meets that too, and the copy is found without them."""
+        """Record facts about the copy in env.json. A full disk is ignored: the run will report it, and the copy is found without them."""
         self._env |= facts
         with suppress(OSError):
             write_json(self.out / "env.json", self._env)
@@ -296,7 +296,7 @@ def is_id(value: object) -> bool:
 def order_of(
     out: Path, config: dict[str, Any], env: dict[str, Any], tags: dict[str, str], run_name: str, experiment: str
 ) -> dict[str, Any]:
-    """What a run's copy is made from, see mirror.Copy."""
+    """What the mirror process needs to copy a run, see mirror_process.Copy."""
     commit, earlier, parent = env.get("git_commit"), env.get("mlflow_run_id"), os.environ.get("FEDBENCH_PARENT_RUN")
     known = {"kind": "run", "out": str(out), **mirror_process.SOURCE, "run_key": env.get("run_key"), "resumes": earlier, CHILD_OF: parent}
     if commit:
@@ -313,7 +313,7 @@ def order_of(
 
 
 def finished_order(out: Path, experiment: str, run_name: str = "", **tags: str) -> dict[str, Any]:
-    """The order for the copy of a run that is finished, by what its folder says."""
+    """What the mirror process needs to copy a finished run, read from its folder."""
     config, summary, env = (read_json(out / name) for name in ("config.json", "summary.json", "env.json"))
     fields = summary.get("protocol_fields", {})
     fold = "" if fields.get("fold") is None else f"-f{fields['fold']}"
@@ -325,7 +325,7 @@ def finished_order(out: Path, experiment: str, run_name: str = "", **tags: str) 
 
 
 def copy_again(out: Path, experiment: str, parent: str, run_name: str) -> None:
-    """Bring a finished run's folder into MLflow, or what is missing of it there."""
+    """Copy a finished run's folder to MLflow, or what is missing there."""
     copy = mirror_process.Copy(finished_order(out, experiment, run_name, **{CHILD_OF: parent}))
     copy.end("FINISHED", *_results(out))
     write_json(
@@ -334,7 +334,7 @@ def copy_again(out: Path, experiment: str, parent: str, run_name: str) -> None:
 
 
 def complete_copy(out: Path, experiment: str) -> str | None:
-    """Bring to MLflow what it lacks of a finished run, in a process that is waited for as at a run's end; the charts' address, if known."""
+    """Copy to MLflow what it lacks of a finished run, waiting as at a run's end; returns the charts' address, if known."""
     if read_json(out / "env.json").get("mlflow_copied") == mirror_process.place(experiment):
         return None
 
@@ -377,18 +377,18 @@ def final_metrics(summary: dict[str, Any], config: dict[str, Any]) -> dict[str, 
 
     What the config holds is a param already. Texts become tags: what popularity, chance and the means get.
     """
-    told: dict[str, float | str] = {}
+    metrics: dict[str, float | str] = {}
     for key, value in flat({key: value for key, value in summary.items() if config.get(key) != value}).items():
         name = key.replace(".", "/")
         if isinstance(value, int | float) and not isinstance(value, bool) and not _constant(key):
             place = "best/" if name.startswith(("val/", "test/")) else "" if name.startswith(ALONE) else "summary/"
-            told[place + name] = value
+            metrics[place + name] = value
     floors = {f"{floor}.{name}": summary.get(floor, {}).get(name) for floor in FLOORS for name in FLOOR_METRICS}
-    told |= {key: f"{value:.4f}" for key, value in floors.items() if value is not None}
+    metrics |= {key: f"{value:.4f}" for key, value in floors.items() if value is not None}
     if summary.get("rounds") and "client_visits" in summary:
         # where n is "all" this is the number that a chart can have on its axis
-        told["summary/cohort"] = summary["client_visits"] / summary["rounds"]
-    return told
+        metrics["summary/cohort"] = summary["client_visits"] / summary["rounds"]
+    return metrics
 
 
 def _constant(key: str) -> bool:
@@ -437,7 +437,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """JSON types only: arrays' scalars as numbers, paths as text, and null for what is not finite."""
+    """The value in JSON's types: numpy scalars as numbers, paths as text, null for what is not finite."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
