@@ -34,6 +34,7 @@ def find(out: Path, config: RunConfig, split: Split | None = None) -> dict[str, 
         )
     if split and (summary.get("data_checksum"), summary["protocol_fingerprint"]) != (split.checksum, split.fingerprint):
         raise UsageError(f"--out {out} holds a finished run on other data; start again with another --out")
+    # a summary whose rounds are missing is no finished run: better an error than a report of half of it
     folder.read_rounds(out, summary.get("rounds"))
     return summary
 
@@ -72,6 +73,7 @@ def skip(out: Path, config: RunConfig) -> bool:
 
 def tidy(out: Path, config: RunConfig) -> str | None:
     """Finish what a run that was killed after its summary left undone; returns the charts' address if MLflow had to be asked."""
+    # in the order of a run's own end, each step harmless if it was done already
     checkpoint.prune(out, keep=0)
     for part in out.glob("*.part"):
         part.unlink()

@@ -47,6 +47,7 @@ class Aside:
         if self.config.refit or self.config.keep_state in ("last", "none"):
             return "nowhere"
         size = state_bytes(federation)
+        # each worker copies its own clients' share, and the machine's workers share its memory
         mine = size * workers.on_this_machine() / workers.count()
         fits = size <= SMALL_BYTES or (federation.engine.device == "cpu" and mine <= FREE_SHARE * free_memory())
         if not workers.on_any(isinstance(federation.store.room, Disk) or not fits):
@@ -60,7 +61,7 @@ class Aside:
 
     def put(self, federation: Federation, best: Best) -> None:
         """Keep the state of the round that has just ended, which is the best."""
-        best.state = {}
+        best.state = {}  # dropped first, or two copies would be in memory at once
         if self.place == "memory":
             best.state = self.copies = copied(federation.state(), self.copies)
         elif self.place == "file":
@@ -110,6 +111,7 @@ def keep_model(out: Path, federation: Federation, best: Best, config: RunConfig)
     if config.keep_state == "none":
         return
     wants_last = config.keep_state == "last" or best.round == federation.round
+    # whichever place the best round's state was put in; the last round's is what the federation holds
     if not wants_last and best.state:
         size, round_ = write(out, checkpoint.MODEL, best.state, federation, best.round, best, config), best.round
     elif not wants_last and workers.broadcast(lambda: written(out, best) is not None):
@@ -127,7 +129,7 @@ def write(
     tensors, facts = gather_state(state, federation), state_facts(federation, config) | {"round": round_, "best_round": best.round}
 
     def save() -> int:
-        if name == checkpoint.MODEL:
+        if name == checkpoint.MODEL:  # a checkpoint less makes room on a disk that is nearly full
             checkpoint.prune(out, keep=1)
         return checkpoint.save(out, name, facts, tensors)
 

@@ -33,6 +33,7 @@ def prepare_checked(config: RunConfig, device: str) -> tuple[Split, Interactions
     workers.agree("other flags", config.hash8)
     split, data = workers.run_on_all(lambda: prepare(config.dataset, config.protocol, config.data))
     workers.agree("other data", lambda: f"{split.checksum} {split.fingerprint}")
+    # every check before the folder is made: a mistake leaves nothing behind
     check_cohort(config.algorithm, split)
     check_local_work(config.algorithm, dtype_of(config))
     memory.check(config.algorithm, split, world_of(split), dtype_of(config), device, -(-split.clients // workers.count()))

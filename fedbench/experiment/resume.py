@@ -43,6 +43,7 @@ def resume_after_restart(config: RunConfig) -> RunConfig:
     """The config after torchrun started lost workers again: it resumes and, without --out, in the newest unfinished run of these flags."""
     if config.resume not in ("auto", "never") or config.out:
         return dataclasses.replace(config, resume="auto" if config.resume == "never" else config.resume)
+    # folders are named by time, so the last one is that of the start that was lost
     begun = sorted(folder_of_runs(config).glob(f"*-{config.hash8()}*"))
     last = begun[-1] if begun and not (begun[-1] / "summary.json").exists() else None
     return dataclasses.replace(config, resume="auto", out=last)
@@ -96,6 +97,7 @@ def find_resume_point(out: Path, config: RunConfig, split: Split) -> ResumePoint
     if (out / "summary.json").exists():
         refuse(out, f"{out / 'summary.json'} is no summary of a run; remove it, or start again with another --out")
     state = checkpoint.newest(out)
+    # killed before its first checkpoint is no error; checkpoints that cannot be read are, if the folder was named
     if state is None:
         if named and checkpoint.rounds(out):
             raise UsageError(f"--resume {out}: no checkpoint there can be read; start again with another --out")

@@ -54,6 +54,7 @@ def run_several(configs: Sequence[RunConfig], parent: Path | None, jobs: int = 1
         configs = placed(configs, parent)
         again = f"the same flags with --out {parent} resume them"
     try:
+        # a second call with the same folder would write its mean over this one's
         with claimed(parent):
             finished.refuse_single_run(parent)
             summaries = [plain(run(config)) for config in configs] if jobs == 1 else in_processes(configs, parent / "work", jobs)
@@ -153,6 +154,7 @@ def execute(config: RunConfig, split: Split, dataset: Interactions, device: str,
         summary |= workers.on_first(new_user_summary, out, federation, best) or {}
         refitted = None
         if config.refit:
+            # the refit has no checkpoints: a run that is killed in it resumes here
             save(out, federation, best, config)
             federation.close()  # two of them need not fit in memory
             federation = start(split.with_validation_in_training())

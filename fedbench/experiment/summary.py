@@ -143,7 +143,7 @@ def notes(summary: dict[str, Any], split: Split) -> list[str]:
             said.append(f"{summary['algo']} does NOT beat the user and item means: RMSE {mine:.4f} against {floor:.4f}")
         return said
     mine, floor = summary["test"], summary["popularity"]
-    if all(mine[key] == value for key, value in floor.items()):
+    if all(mine[key] == value for key, value in floor.items()):  # this is popularity itself
         return said
     figures = f"HR@10 {mine['hr_10']:.4f} against {floor['hr_10']:.4f}, NDCG@10 {mine['ndcg_10']:.4f} against {floor['ndcg_10']:.4f}"
     if not summary["beats_popularity"]:
@@ -225,6 +225,7 @@ def over_runs(summaries: Sequence[dict[str, Any]], clients: Sequence[pd.DataFram
     merged: dict[str, Any] = {key: _merge([summary[key] for summary in summaries]) for key in summaries[0]}
     folds = [summary["protocol_fields"]["fold"] for summary in summaries]
     if len(set(folds)) > 1:
+        # no single fold's fingerprint is that of the mean: it may be compared with means over the same folds alone
         merged["protocol_fields"]["fold"] = None
         merged["protocol_fingerprint"] = over_folds(merged)
     if len({summary["seed"] for summary in summaries}) > 1:
@@ -239,6 +240,7 @@ def over_runs(summaries: Sequence[dict[str, Any]], clients: Sequence[pd.DataFram
 
 def _intervals(clients: Sequence[pd.DataFrame]) -> dict[str, tuple[float, float]]:
     """Of the mean of each ranking metric over seeds and clients; empty if the runs ranked for different clients, or did not rank."""
+    # the bootstrap draws clients: it needs the same ones in every run, which folds do not have
     if not clients or any("rank_test" not in frame or not frame["user"].equals(clients[0]["user"]) for frame in clients):
         return {}
     columns = {"": "rank_test", "full_": "full_rank_test"}

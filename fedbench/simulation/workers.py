@@ -100,9 +100,11 @@ def join(device: str) -> None:
     if count() == 1 or dist.is_initialized():
         return
     if on_this_machine() == count():
+        # gloo picks an interface by the host's name, which need not be reachable; on one machine loopback always is
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     with lost_workers_end_the_run():
         store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        # a prefix for this start alone: keys of workers that died would be taken for those of this start
         own = dist.PrefixStore(session_key(store), store)
         backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
         dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT)
@@ -114,6 +116,7 @@ def session_key(store: dist.Store) -> str:
     Each worker registers under a fresh name. Worker 0 answers every name that it finds, stale ones too, until all have acknowledged.
     """
     mine = secrets.token_hex(8)
+    # no barrier of torch can be used here: barriers need the process group that this key is for
     if not is_first():
         store.set(f"name/{number()}", mine)
         word = store.get(f"answer/{mine}").decode()
@@ -173,6 +176,7 @@ def share(cost: np.ndarray) -> range:
     """This worker's clients, of U with these costs: the workers' ranges have about equal cost and length."""
     if count() == 1:
         return range(len(cost))
+    # + 1: a client costs its evaluation too, which is about the same for all
     done = np.cumsum(cost / max(1e-300, cost.mean()) + 1)
     bounds = np.searchsorted(done, done[-1] * np.arange(1, count()) / count())
     bounds = np.concatenate([[0], bounds, [len(cost)]])
@@ -184,6 +188,7 @@ def gather(work: Callable[[], Any]) -> list[Any]:
     if count() == 1:
         return [work()]
     mine: Exception | None = None
+    # an error is sent as a value: a worker that just raised would leave the others waiting for its part
     try:
         with plugin_errors.blamed():
             word = {"said": work()}
@@ -204,6 +209,7 @@ def gather(work: Callable[[], Any]) -> list[Any]:
 
 def _all_gather_json(mine: bytes) -> list[Any]:
     with lost_workers_end_the_run():
+        # all_gather wants equal sizes: the longest is found first, and the others are padded with blanks, which JSON ignores
         sizes = torch.zeros(count(), dtype=torch.int64)
         sizes[number()] = len(mine)
         dist.all_reduce(sizes)
@@ -244,6 +250,7 @@ def _run_served(work: Callable[[], Any], streamed: int) -> Any:
     finally:
         for worker in range(1, count()) if streamed else ():
             with lost_workers_end_the_run():
+                # also after an error, or the others would serve for ever
                 dist.send(torch.tensor([-1, 0, 0]), worker)
 
 
@@ -335,6 +342,7 @@ def gather_tensors(work: Callable[[], Tensors], device: str, first_only: bool = 
     with lost_workers_end_the_run():
         for name, (dtype, shape) in {name: fact for one in facts_of_all for name, fact in one.items()}.items():
             ends = np.cumsum([one[name][1][0] if name in one else 0 for one in facts_of_all])
+            # point to point, so that only worker 0 needs memory for all of it
             if first_only and not is_first():
                 if name in mine and len(mine[name]):
                     dist.send(mine[name].to(device).contiguous(), 0)
@@ -348,6 +356,7 @@ def gather_tensors(work: Callable[[], Tensors], device: str, first_only: bool = 
                     if worker != number() and len(part):
                         dist.recv(part, worker)
             else:
+                # one broadcast a worker, for all_gather would want equal sizes; all at once, to overlap
                 under_way = [dist.broadcast(part, worker, async_op=True) for worker, part in enumerate(parts) if len(part)]
                 for transfer in under_way:
                     transfer.wait()
@@ -369,6 +378,7 @@ def gather_blocks(work: Callable[[], Tensor]) -> Iterator[Tensor]:
 
     for worker, (rows, *each) in enumerate(gather(shape)):
         size = max(1, BLOCK // max(1, math.prod(each)))
+        # at least one block, empty or not: whoever reads learns the shape from it
         for start in range(0, max(1, rows), size):
             some = mine[start : start + size] if worker == number() else mine.new_empty(min(size, rows - start), *each)
             with lost_workers_end_the_run():
@@ -405,6 +415,7 @@ def scatter_rows(work: Callable[[], Tensor], device: str, own: range | list[int]
             return found
         come = in_chunks(found)
     room, shape = (Memory(), shape) if own is None else (room, [len(own), *shape[1:]])
+    # the rows go straight to their place, which may be a file, so that memory holds one chunk at a time
     part = room.allocate(tuple(shape), DTYPES[dtype], device)
     room.reserve(part, np.arange(shape[0] if shape else 0))
     for chunk in in_chunks(part):
@@ -447,6 +458,7 @@ def merge_round(work: Callable[[], Round | None], make: Callable[[], Uploads], s
             return {"sizes": torch.zeros(1, 2, dtype=torch.int64)}
         found = {"sizes": torch.tensor([[result.bytes_down, result.updates]]), "loss": result.loss}
         for name, value in result.uploads.tensors.items():
+            # of tables only an empty slice travels: workers without a client learn names, shapes and dtypes from it
             if isinstance(value, Rows):
                 rows[name], found[f"rows/{name}"] = value, value.value[:0]
             elif isinstance(value, Tensor) and name in tables:

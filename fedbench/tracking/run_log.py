@@ -156,7 +156,7 @@ class RunLog:
         file = self._metrics or self._start_metrics(line["round"])
         self._lines.append(line)
         file.write(json.dumps(line).encode() + b"\n")
-        file.flush()
+        file.flush()  # the mirror process reads it, and a killed run keeps it
 
     def keep(self, name: str, content: bytes) -> None:
         """Write a file of the run's folder."""
@@ -178,7 +178,7 @@ class RunLog:
         with files.replacing(self.out / "per_client.parquet") as file:
             per_client.to_parquet(file, index=False)
         self._draw(summary, per_client)
-        write_json(self.out / "summary.json", summary)
+        write_json(self.out / "summary.json", summary)  # last, for its presence means that the run is finished
         tidy()
         if self._mirror:
             try:
