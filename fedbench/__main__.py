@@ -22,6 +22,7 @@ COMMANDS = {
     "ui": ("fedbench.commands.ui:main", "open all runs in the MLflow UI"),
     "evaluate": ("fedbench.commands.evaluate:main", "measure a finished run's model again, also on new users"),
     "recommend": ("fedbench.commands.recommend:main", "what a trained model recommends"),
+    "doctor": ("fedbench.commands.doctor:main", "say whether this machine is ready"),
     "log-model": ("fedbench.commands.log_model:main", "put a trained model into MLflow, to be served"),
 }
 USAGE = f"""usage: python -m fedbench COMMAND [flags]

@@ -51,9 +51,19 @@ class OldNames(MetaPathFinder, Loader):
 
 def _today(name: str) -> str | None:
     package, dot, _ = name.partition(".")
-    if package in OURS and dot and sys.modules.get(package) is sys.modules.get(f"fedbench.{package}", False):
+    if package in OURS and dot and _is_ours(package):
         return f"fedbench.{name}"
     return MOVED.get(name)
+
+
+def _is_ours(package: str) -> bool:
+    """The package of that name is today's, or that of an older checkout or model: beside a fedbench that has none inside."""
+    found = sys.modules.get(package)
+    if found is sys.modules.get(f"fedbench.{package}", False):
+        return True
+    file = getattr(found, "__file__", None)
+    beside = Path(file).parents[1] / "fedbench" if file else None
+    return beside is not None and (beside / "__init__.py").is_file() and not (beside / package).is_dir()
 
 
 def give_way(name: str, file: str) -> None:

@@ -69,6 +69,16 @@ assert contract.algorithm.Algorithm is Algorithm and Interactions is contract.da
         assert importlib.util.find_spec(new) and old.startswith("fedbench."), old
 
 
+def test_the_code_of_an_older_model_gives_the_modules_of_today(tmp_path: Path) -> None:
+    """A model that MLflow keeps has the folders of its time, and its place comes first on the path."""
+    for name in ("fedbench", "algorithms"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+    (tmp_path / "algorithms" / "fedmf.py").write_text("raise ImportError('a second copy')")
+    code = f"import sys, fedbench; sys.path.insert(0, {str(tmp_path)!r})\nfrom algorithms.fedmf import FedMF; print(FedMF.__module__)"
+    assert run(code, ROOT).stdout == "fedbench.algorithms.fedmf\n"
+
+
 def test_a_plug_in_of_before_still_runs(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from algorithms.fedmf import FedMF\nfrom fedbench.registry import register\n"

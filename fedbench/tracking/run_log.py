@@ -18,8 +18,6 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import coloredlogs
-
 from fedbench import files
 from fedbench.errors import DISK_FULL, Interrupted, UsageError
 from fedbench.files import read_json, write_json, write_text
@@ -44,6 +42,8 @@ FLOORS = ("popularity", "chance", "user_item_mean", "global_mean")
 FLOOR_METRICS = ("hr_10", "ndcg_10", "rmse")
 CONSTANTS = (*(f"{name}." for name in FLOORS), "protocol_fields.", "schema", "clients", "items", "new_item.clients", "new_item.items")
 """numbers of the summary that do not depend on the method, by name or by prefix: no metrics in MLflow"""
+FORM, CLOCK = "%(asctime)s %(message)s", "%H:%M:%S"
+"""a line on the console"""
 FLUSH_SECONDS = 5.0
 """how often rounds reach MLflow"""
 
@@ -52,7 +52,15 @@ def setup_logging(quiet: bool, debug: bool) -> None:
     """Log to the console, in colour: INFO, WARNING with `quiet`, DEBUG with `debug`."""
     logger.handlers = [handler for handler in logger.handlers if isinstance(handler, logging.FileHandler)]
     level = logging.DEBUG if debug else logging.WARNING if quiet else logging.INFO
-    coloredlogs.install(level=level, logger=logger, fmt="%(asctime)s %(message)s", datefmt="%H:%M:%S", reconfigure=False)
+    try:
+        import coloredlogs
+    except ImportError:  # it needs `pipes`, which Python 3.13 no longer has
+        plain_handler = logging.StreamHandler()
+        plain_handler.setLevel(level)
+        plain_handler.setFormatter(logging.Formatter(FORM, CLOCK))
+        logger.addHandler(plain_handler)
+    else:
+        coloredlogs.install(level=level, logger=logger, fmt=FORM, datefmt=CLOCK, reconfigure=False)
     for handler in logger.handlers:
         handler.addFilter(Shown())
     logging.raiseExceptions = debug  # a log that cannot be written, on a full disk, is no reason for a traceback
