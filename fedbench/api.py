@@ -9,12 +9,11 @@ from __future__ import annotations
 import html
 import inspect
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
-from functools import cached_property
-from io import StringIO
+from functools import cached_property, partial
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,13 +96,14 @@ class Result:
 
         if self.runs:
             raise UsageError(f"{self.folder} holds {len(self.runs)} runs; plot one, such as result.runs[0]")
-        if "IPython" in sys.modules:
-            import matplotlib.pyplot  # noqa: F401  a notebook draws figures once this is imported
         told = self.summary
         candidates = int(told.get("protocol_fields", {}).get("eval_negatives", 99)) + 1
         title = f"{told['algo']} · {told['dataset']} · {told['protocol']} · seed {told['seed']}"
         lines = run_folder.read_rounds(self.folder)
-        return figures.convergence(lines, bool(told["leaky"]), title, told.get("best_round"), candidates)
+        figure = figures.convergence(lines, bool(told["leaky"]), title, told.get("best_round"), candidates)
+        # a notebook draws by itself only what pyplot made
+        figure._repr_png_ = partial(_png, figure)  # type: ignore[attr-defined]
+        return figure
 
     def _joined(self, name: str) -> pd.DataFrame:
         tables = []
@@ -230,6 +230,12 @@ def report(runs: str | os.PathLike[str] | Result | Sequence[str | os.PathLike[st
     with redirect_stdout(StringIO()):
         reporting.main([*folders, f"--out={out}", *words])
     return Path(out) / "report.html"
+
+
+def _png(figure: Figure) -> bytes:
+    content = BytesIO()
+    figure.savefig(content, format="png")
+    return content.getvalue()
 
 
 def _placed(request: Request) -> Request:

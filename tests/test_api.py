@@ -109,6 +109,18 @@ assert "fedmf" in fedbench.algorithms() and "ml-100k" in fedbench.datasets() and
     assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(ROOT / "docs" / "quickstart.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    kinds = {kind for output in outputs for kind in output.get("data", {})}
+    assert {"text/html", "image/png"} <= kinds and "did you mean --rounds?" in outputs[-1]["text"]
+    assert (tmp_path / "report" / "report.html").is_file()
+
+
 def test_windows_is_told_in_one_line() -> None:
     code = "import sys; sys.platform = 'win32'; import fedbench"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
