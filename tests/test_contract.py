@@ -173,8 +173,26 @@ class Personal(Additive):
         return {"items": held["items"]}
 
 
+class CommonAndPersonal(Personal):
+    """Everybody is sent the common table, half of them an anchor of their own too, to which their personal rows are pulled."""
+
+    tables: ClassVar[Mapping[str, str]] = {**Additive.tables, "anchor": SHARED}
+
+    def answer(self, server: Tensors) -> Answer:
+        mine = super().answer(server)
+        return Answer(server, {"anchor": mine.personal["items"]}, mine.slot)
+
+    def phases(self, sent: Tensors) -> tuple[Phase, ...]:
+        pull = {"personal": Pull("anchor", 0.2)} if "anchor" in sent else {}
+        return (Phase(("head", "personal", "items"), 0.1, "sgd", pull=pull),)
+
+    def score(self, own: Tensors, sent: Tensors) -> Tensor:
+        return (sent["items"] + own["personal"] + sent.get("anchor", 0)) @ own["head"]
+
+
 EVERY = [
     *(Additive, Decayed, Pulled, PulledToSent, Merging, Forgetful, KeepsHead, SendsBoth, SendsKept, ForgetsAndSends, Personal),
+    CommonAndPersonal,
 ]
 
 
@@ -274,7 +292,7 @@ def test_bits_are_counted_as_the_method_says() -> None:
     assert coded.bytes_down * 32 == plain.bytes_down
     rows = plain.bytes_up // (4 * 4 + 4)
     assert coded.bytes_up == rows * (1 + 4)  # four bits are a byte, and the id of a row
-    assert bytes_down(Answer(shared={"seed": torch.ones(10)}), 7, bits={"seed": 0}) == 0
+    assert bytes_down(Answer(shared={"seed": torch.ones(10)}), np.ones(7), bits={"seed": 0}) == 0
 
 
 class Reads(Additive):
@@ -358,3 +376,18 @@ def test_a_hop_sees_all_uploads_and_changes_what_the_server_sees() -> None:
     result = federation.next_round()
     assert seen == [(5, 1, 24)] and torch.equal(federation.server["items"], before)
     assert not result.uploads.rows("items").value.any() and federation.bytes_up > 0
+
+
+def test_what_reaches_a_client_without_a_row_of_its_own_is_common_to_all() -> None:
+    split = small_split()
+    federation = Federation.start(CommonAndPersonal(), split, seed=0, dtype=torch.float64)
+    federation.next_round()
+    ranks = federation.sampled_ranks()["test"]
+    algorithm = federation.algorithm.at(1, federation.engine.world)
+    answer, own = algorithm.answer(federation.server), federation.store.tensors
+    for c in range(split.clients):
+        items = torch.from_numpy(np.r_[split.test_item[c], split.test_candidates[c]].astype(np.int64))
+        sent = {name: value[items] for name, value in loop_engine.sent_to(answer, c).items()}
+        assert sent.keys() == ({"items", "anchor"} if c % 2 == 0 else {"items"})
+        scores = algorithm.score({"personal": own["personal"][c][items], "head": own["head"][c]}, sent)
+        assert ranks[c] == 1 + int((scores[1:] >= scores[0]).sum())

@@ -441,10 +441,10 @@ def test_compiled_equals_eager() -> None:
 
 
 def test_bytes_down_counts_those_who_were_sent_something() -> None:
-    assert bytes_down(Answer(), 0) == 0
-    assert bytes_down(Answer(shared={"items": torch.zeros(7, 4), "bias": torch.zeros(3)}), 5) == 5 * (7 * 4 + 3) * 4
+    assert bytes_down(Answer(), np.zeros(0)) == 0
+    assert bytes_down(Answer(shared={"items": torch.zeros(7, 4), "bias": torch.zeros(3)}), np.ones(5)) == 5 * (7 * 4 + 3) * 4
     personal = Answer(personal={"items": torch.zeros(2, 7, 4, dtype=torch.float64)}, slot=torch.tensor([-1, 0, -1, 1, -1]))
-    assert bytes_down(personal, 2) == 2 * 7 * 4 * 8
+    assert bytes_down(personal, np.ones(2)) == 2 * 7 * 4 * 8
 
 
 @pytest.mark.parametrize("kernel", ["auto", "off"])

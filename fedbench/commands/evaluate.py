@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
         raise UsageError(f"--run {given.run}: all users were in training; train with --new-users 0.1 to keep a tenth of them out")
     loaded = saved_model.load(given.run, given.data_dir, given.trust_plugin)
     made, split = loaded.config, loaded.split
-    store, answer = loaded.private(np.arange(split.clients)), made.algorithm.answer(loaded.server)
+    store, answer = loaded.private(np.arange(split.clients)), loaded.algorithm.answer(loaded.server)
     mine = metrics_of(split, loaded.evaluator.outcome(store, answer))["test"]
     if not split.held:
         mine |= ranking_metrics(loaded.evaluator.full_ranks(store, answer)["test"], "full_")

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedbench import trust
-from fedbench.contract.algorithm import Tensors
+from fedbench.contract.algorithm import Algorithm, Tensors
 from fedbench.contract.randomness import Draw
 from fedbench.data.protocol import Protocol
 from fedbench.data.sampling import sample_round
@@ -63,6 +63,11 @@ class Model:
     round: int
     """the round whose state this is"""
 
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm in the round of the state."""
+        return self.config.algorithm.at(self.round, world_of(self.split))
+
     @cached_property
     def engine(self) -> Engine:
         c = self.config
@@ -71,7 +76,7 @@ class Model:
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        return Evaluator(self.config.algorithm, self.split, "cpu", self.engine.kernels)
+        return Evaluator(self.algorithm, self.split, "cpu", self.engine.kernels)
 
     @cached_property
     def number(self) -> dict[str, int]:
@@ -101,7 +106,7 @@ class Model:
 
     def with_history(self, item: np.ndarray, rating: np.ndarray, rounds: int = new_users.ROUNDS) -> Model:
         """The model of one user who was not in training and has these items, by number: what is private is learnt, the rest frozen."""
-        new_users.check(self.config.algorithm, self.config.algorithm.answer(self.server))
+        new_users.check(self.algorithm, self.algorithm.answer(self.server))
         order, split = np.argsort(item, kind="stable"), self.split
         ptr, user = np.array([0, len(item)]), np.array([NEW_USER])
         alone = scoring_split(split.protocol, ptr, item[order], rating[order], user, split.item_ids, split.rating_min, split.rating_max)
@@ -112,9 +117,9 @@ class Model:
         """Blocks of clients [C] with the numbers [C, k] of their best items and the scores of those; -1 where there are no more."""
         if not 1 <= k <= self.split.items:
             raise UsageError(f"-k {k}: must be from 1 to {self.split.items}, the number of items")
-        private, answer = self.private(clients), self.config.algorithm.answer(self.server)
-        for chunk, sent in self.evaluator.groups(private, answer, self.split.items, torch.from_numpy(clients)):
-            scores = self.evaluator.scores(private, answer, chunk, sent).contiguous().numpy()
+        private, answer = self.private(clients), self.algorithm.answer(self.server)
+        for chunk, theirs, sent in self.evaluator.groups(private, answer, self.split.items, torch.from_numpy(clients)):
+            scores = self.evaluator.scores(private, theirs, chunk, sent).contiguous().numpy()
             where = chunk.numpy()
             item, score = np.empty((len(where), k), np.int64), np.empty((len(where), k), scores.dtype)
             _top(scores, where, self.split.seen_ptr, self.split.seen_item, self.known, item, score)

@@ -44,8 +44,8 @@ class Block:
     """[C] keys of the shuffles, on the host"""
     halves: np.ndarray
     """[C] keys of the support and query halves, on the host"""
-    sent: bool
-    """the server has something for these clients"""
+    sent: int
+    """what reaches these clients of the server's answer, see sending.sent_to"""
     epochs: int
     """local epochs that these clients finish"""
 
@@ -109,7 +109,7 @@ def pack(
     position: np.ndarray,
     stream: np.ndarray,
     halves: np.ndarray,
-    sent: bool,
+    sent: int,
     dtype: torch.dtype,
     device: str,
     epochs: int,

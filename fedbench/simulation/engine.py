@@ -31,7 +31,7 @@ from fedbench.simulation.blocks import Block, Spare, blocks, host_type, moved, p
 from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.generic import Progress, new_state, step, vmapped
 from fedbench.simulation.own_tables import Before, merge, move_untouched, upload_whole, uploads_as_stored
-from fedbench.simulation.sending import bytes_down, sent_rows, sent_to
+from fedbench.simulation.sending import LEVELS, NOTHING, bytes_down, reaching, sent_rows, sent_to
 
 WIDE = 16
 """a block of clients that only rebuild a private part is so many times as large: no gradients and moments need to stay in the cache"""
@@ -127,9 +127,12 @@ class Engine:
         kernel_check.training(self, server, store, samples, sent, when)
         stream = keys(self.seed, when, "shuffle", samples.clients)
         epochs = np.full(len(clients), self.algorithm.local_epochs) if epochs is None else epochs
-        kind = 2 * epochs + sent
+        kind = LEVELS * epochs + sent
         kinds = np.flatnonzero(np.bincount(kind)).tolist()
-        places = {some: self.places(samples.clients[kind == some], some % 2 == 1, answer, store) for some in kinds}
+        places = {
+            some: self.places(samples.clients[kind == some], some % LEVELS != NOTHING, reaching(answer, some % LEVELS), store)
+            for some in kinds
+        }
         own_tables = bool(self.algorithm.own_tables)
         stay = all(place and (own_tables or place[0].changes) for place in places.values())
         elastic = any(place and isinstance(place[0], fused.ElasticBCE) for place in places.values())
@@ -138,7 +141,7 @@ class Engine:
             uploads, losses, updates = self.train_in_place(places, samples, kind, stream, store)
         else:
             uploads, losses, updates = self.train_in_blocks(answer, samples, kind, when, store, before)
-        return Round(uploads, losses, bytes_down(answer, int(sent.sum()), uploads.whole, uploads.bits), updates)
+        return Round(uploads, losses, bytes_down(answer, sent, uploads.whole, uploads.bits), updates)
 
     def places(self, clients: np.ndarray, sent: bool, answer: Answer, store: ClientStore) -> tuple[fused.DotBCE, fused.Clients] | None:
         """The plan of a kernel that trains these clients where their state lies, and where that is."""
@@ -169,7 +172,14 @@ class Engine:
             begin, row_begin = samples.ptr[:-1][at], samples.row_ptr[:-1][at]
             layout = (begin, counts[at], samples.local, samples.label, row_begin, touched[at], samples.row)
             losses[at], steps = fused.train_in_place(
-                plan, (stream[at], *layout), clients, some // 2, a.samples_a_step, a.stop_below, isinstance(plan, fused.ElasticBCE), change
+                plan,
+                (stream[at], *layout),
+                clients,
+                some // LEVELS,
+                a.samples_a_step,
+                a.stop_below,
+                isinstance(plan, fused.ElasticBCE),
+                change,
             )
             updates += int((steps * plan.trained(clients, touched[at])).sum())
         if change is None:
@@ -189,11 +199,11 @@ class Engine:
         return self.collect(done, samples, store), losses, sum(one.updates for one in done)
 
     def packed(self, samples: Samples, kind: np.ndarray, when: int, block_rows: int, purpose: str = "") -> Iterator[Block]:
-        """The cohort in blocks of one kind (2·epochs + sent) each; `purpose` sets the randomness of another use apart."""
+        """The cohort in blocks of one kind (LEVELS·epochs + sent) each; `purpose` sets the randomness of another use apart."""
         stream, halves = (keys(self.seed, when, f"{name}{purpose}", samples.clients) for name in ("shuffle", "halves"))
         for position in blocks(samples, kind, self.algorithm.samples_a_step, block_rows):
-            epochs, sent = divmod(int(kind[position[0]]), 2)
-            yield pack(samples, position, stream, halves, bool(sent), self.dtype, self.device, epochs)
+            epochs, sent = divmod(int(kind[position[0]]), LEVELS)
+            yield pack(samples, position, stream, halves, sent, self.dtype, self.device, epochs)
 
     def reconstruct(self, server: Tensors, samples: Samples, when: int) -> Tensors:
         """name -> [U, ...]: the private part of clients that keep nothing, rebuilt by their first stage on all of these samples."""
@@ -201,9 +211,9 @@ class Engine:
         kernel_check.rebuilding(self, server, samples, when)
         answer = self.algorithm.answer(server)
         rebuilt: Tensors = {}
-        kind = 2 * self.algorithm.local_epochs + sent_to(answer, torch.from_numpy(samples.clients).to(self.device))
+        kind = LEVELS * self.algorithm.local_epochs + sent_to(answer, torch.from_numpy(samples.clients).to(self.device))
         for block in self.packed(samples, kind, when, self.block_rows * WIDE, "/evaluation"):
-            sent = sent_rows(answer, block.clients, block.rows, self.algorithm.tables)
+            sent = sent_rows(reaching(answer, block.sent), block.clients, block.rows, self.algorithm.tables)
             held = vmapped(self.algorithm.receive, {}, sent)
             stage = self.algorithm.stages(sent)[0]._replace(part="all")
             held, _, _ = self.work(block.part(stage), held, sent, stage)
@@ -220,7 +230,7 @@ class Engine:
         clients = torch.from_numpy(samples.clients).to(self.device)
         sent = sent_to(answer, clients)
         before = merge(self.algorithm, samples, answer, sent, store)
-        for block in self.packed(samples, 2 * self.algorithm.local_epochs + sent, when, self.block_rows):
+        for block in self.packed(samples, LEVELS * self.algorithm.local_epochs + sent, when, self.block_rows):
             self.run_block(block, answer, store, before, frozen=True)
 
     def run_block(self, block: Block, answer: Answer, store: ClientStore, before: Before | None, frozen: bool = False) -> Done:
@@ -229,7 +239,8 @@ class Engine:
         before: what clients kept before the merge. frozen: only what is private is trained, and nothing uploaded.
         """
         algorithm = self.algorithm.with_epochs(block.epochs)
-        sent = sent_rows(answer, block.clients, block.rows, algorithm.tables) if block.sent else {}
+        answer = reaching(answer, block.sent)
+        sent = sent_rows(answer, block.clients, block.rows, algorithm.tables)
         held = self.received(block, sent, store, before)
         loss = torch.zeros(len(block.clients), dtype=self.dtype, device=self.device)
         updates = epoch = 0
@@ -239,7 +250,7 @@ class Engine:
             held, loss, steps = self.work(block.part(stage), held, sent, stage, epoch)
             epoch += stage.epochs
             for name in algorithm.own_tables:
-                move_untouched(store, block.clients, name, stage.phases, steps, answer if block.sent else Answer())
+                move_untouched(store, block.clients, name, stage.phases, steps, answer)
             sizes = [trained_size(held[n], n in algorithm.tables, block) for phase in stage.phases for n in phase.names]
             updates += int((steps.cpu().numpy() * np.sum(sizes, axis=0)).sum()) if sizes else 0
         samples = block.count.to(self.dtype)

@@ -293,7 +293,7 @@ class Federation:
         self.evaluator.algorithm = self.algorithm.at(self.round, self.engine.world)
 
         def part() -> Tensors:
-            found, own = evaluate(self.private(), self.algorithm.answer(self.server)), self.store.clients
+            found, own = evaluate(self.private(), self.evaluator.algorithm.answer(self.server)), self.store.clients
             held, sample = self.split.held, self.split.sample
             ends = (own.start, own.stop) if sample is None else np.searchsorted(sample, (own.start, own.stop))
             mine = {name: held[name].ptr[[own.start, own.stop]] if held else ends for name in found}

@@ -24,6 +24,7 @@ from fedbench.contract.uploads import Rows
 from fedbench.data.sampling import Samples
 from fedbench.errors import FedbenchError
 from fedbench.simulation.client_store import ClientStore, SomeClients
+from fedbench.simulation.sending import LEVELS
 
 if TYPE_CHECKING:
     from fedbench.contract.central import Central, Pool
@@ -112,8 +113,8 @@ class KernelDiffers(FedbenchError):
 
 
 def training(engine: Engine, server: Tensors, store: ClientStore, samples: Samples, sent: np.ndarray, when: int) -> None:
-    """Compare a round of a few clients of the cohort: what they keep and upload. sent [n]: whether the server has something for each."""
-    for some in (False, True):
+    """Compare a round of a few clients of the cohort: what they keep and upload. sent [n]: what reaches each, see sending.sent_to."""
+    for some in range(LEVELS):
         who = np.flatnonzero((sent == some) & (samples.counts > 0))
         if not len(who) or not first_use(engine, f"training, sent {some}"):
             continue

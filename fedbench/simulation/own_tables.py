@@ -19,7 +19,7 @@ from fedbench.errors import UsageError
 from fedbench.simulation.blocks import Block
 from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.generic import vmapped
-from fedbench.simulation.sending import sent_whole
+from fedbench.simulation.sending import LEVELS, reaching, sent_whole
 
 FULL_ROWS = 1 << 17
 """item rows of whole tables that are handled at once (merging and scoring)"""
@@ -32,8 +32,8 @@ FULL_ROWS = 1 << 17
 class Before:
     """What a cohort kept before own tables were merged: `receive` is called on it once more, for what it makes beside them."""
 
-    merged: frozenset[bool]
-    """whose own tables were merged: of clients that were sent something (True), of those that were not (False)"""
+    merged: frozenset[int]
+    """whose own tables were merged, by what reached them, see sending.sent_to"""
     tensors: Tensors
     """own tables as touched rows [R, ...], all else [n, ...]; {} if `receive` makes nothing but what is kept"""
     row_ptr: np.ndarray
@@ -47,20 +47,20 @@ class Before:
 
 
 def merge(algorithm: Algorithm, samples: Samples, answer: Answer, sent: np.ndarray, store: ClientStore) -> Before:
-    """`receive` on all rows of the cohort's own tables, which are written to the store; sent [n]: who was sent something."""
+    """`receive` on all rows of the cohort's own tables, which are written to the store; sent [n]: what reached each."""
     merged, new = set(), False
-    for some in (True, False) if algorithm.own_tables else ():
+    for some in range(LEVELS) if algorithm.own_tables else ():
         if (sent == some).any():
             first = torch.from_numpy(samples.clients[sent == some][:1]).to(store.draw.device)
             own = {name: value[0] for name, value in store.read(first).items()}
-            made = algorithm.receive(own, {name: value[0] for name, value in sent_whole(answer, first).items()} if some else {})
+            made = algorithm.receive(own, {name: value[0] for name, value in sent_whole(reaching(answer, some), first).items()})
             if any(name in made and made[name] is not own[name] for name in algorithm.own_tables):
                 merged.add(some)
                 new |= bool(made.keys() - own.keys())
     before = Before(frozenset(merged), _kept(store, samples, algorithm) if new else {}, samples.row_ptr)
     for some in merged:
         clients = torch.from_numpy(samples.clients[sent == some]).to(store.draw.device)
-        merge_whole_tables(algorithm, clients, answer if some else Answer(), store)
+        merge_whole_tables(algorithm, clients, reaching(answer, some), store)
     return before
 
 
@@ -179,7 +179,7 @@ def uploads_as_stored(algorithm: Algorithm, held: Tensors, sent: Tensors, sample
 
 def upload_whole(algorithm: Algorithm, block: Block, held: Tensors, samples: Tensor, answer: Answer, store: ClientStore) -> Tensors:
     """What a block uploads of own tables: `upload` on whole tables with the trained rows in their places."""
-    sent = sent_whole(answer, block.clients) if block.sent else {}
+    sent = sent_whole(answer, block.clients)
     own = store.read(block.clients)
     whole = {**vmapped(algorithm.receive, own, sent), **{name: own[name] for name in algorithm.own_tables}}
     client = torch.arange(len(block.clients), device=block.rows.device)[:, None].expand_as(block.rows).reshape(-1)[block.valid]

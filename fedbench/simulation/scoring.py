@@ -23,7 +23,7 @@ from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.engine import in_place
 from fedbench.simulation.generic import vmapped
 from fedbench.simulation.own_tables import FULL_ROWS
-from fedbench.simulation.sending import sent_rows, sent_whole
+from fedbench.simulation.sending import ALL, COMMON, NOTHING, reaching, sent_rows, sent_to, sent_whole
 
 MANY_SCORES = 1 << 20
 """scores that kernels make at once: they need no copy of the rows, and threads that share them out have enough to do"""
@@ -68,10 +68,10 @@ class Evaluator:
             order = np.argsort(counts, kind="stable")
             some = torch.from_numpy(order[counts[order] > 0]).to(self.device)
             found[name] = np.empty(len(held.item))
-            for clients, sent in self.groups(store, answer, int(counts.max()), some):
+            for clients, theirs, sent in self.groups(store, answer, int(counts.max()), some):
                 where = clients.cpu().numpy()
                 items, real = self._padded(held.item, held.ptr, where)
-                scores = self.scores(store, answer, clients, sent, items)
+                scores = self.scores(store, theirs, clients, sent, items)
                 at = held.ptr[where][:, None] + np.arange(real.shape[1])
                 found[name][at[real]] = scores.cpu().numpy()[real]
         return found
@@ -134,12 +134,12 @@ class Evaluator:
     def _ranks(self, store: ClientStore, answer: Answer, full: bool) -> dict[str, np.ndarray]:
         who = self.split.evaluated
         out = np.zeros((2, len(who)), np.int64)
-        for clients, sent in self.groups(store, answer, self.split.items if full else 2 + 2 * self.split.test_candidates.shape[1]):
+        for clients, theirs, sent in self.groups(store, answer, self.split.items if full else 2 + 2 * self.split.test_candidates.shape[1]):
             fresh = store.fresh(clients)
             if fresh is not None and fresh.all() and not sent:
                 found = self._at_start(store, clients)[2 * full : 2 * full + 2]
             else:
-                found = (self._full if full else self._sampled)(store, answer, clients, sent)
+                found = (self._full if full else self._sampled)(store, theirs, clients, sent)
             out[:, np.searchsorted(who, clients.cpu().numpy())] = found
         return {"val": out[0], "test": out[1]}
 
@@ -166,23 +166,25 @@ class Evaluator:
             self.at_start[:, new.numpy()] = np.concatenate([ranks(lent, Answer(), new, False) for ranks in (self._sampled, self._full)])
         return self.at_start[:, where]
 
-    def groups(self, store: ClientStore, answer: Answer, width: int, everyone: Tensor | None = None) -> Iterator[tuple[Tensor, bool]]:
-        """Chunks of clients that were all sent something or all nothing, and that are all as they started, not stored, or none."""
+    def groups(
+        self, store: ClientStore, answer: Answer, width: int, everyone: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, Answer, bool]]:
+        """Chunks of clients that the same answer reaches, that answer, and whether it holds anything.
+
+        The clients of a chunk are all as they started, and not stored, or none of them is.
+        """
         everyone = torch.from_numpy(self.split.evaluated).to(self.device) if everyone is None else everyone
         if len(self.own) < self.split.clients:
             everyone = everyone[(everyone >= self.own.start) & (everyone < self.own.stop)]
-        if answer.slot is None:
-            groups = [(everyone, bool(answer.shared))]
-        else:
-            has = answer.slot[everyone] >= 0
-            groups = [(everyone[has], True), (everyone[~has], False)]
-        for clients, sent in groups:
+        levels = torch.from_numpy(sent_to(answer, everyone)).to(self.device)
+        for level in (ALL, COMMON, NOTHING):
+            clients, sent = everyone[levels == level], level != NOTHING
             fresh = store.fresh(clients)
             light = fresh is None and self.kernels and self.algorithm.fused_score(sent) is not None
             for some, rows in [(clients, width)] if fresh is None else [(clients[~fresh], width), (clients[fresh], self.split.items)]:
                 for chunk in some.split(max(1, (MANY_SCORES if light else FULL_ROWS) // rows)):
                     if len(chunk):
-                        yield chunk, sent
+                        yield chunk, reaching(answer, level), sent
 
 
 def ranks_among_unseen(scores: Tensor, split: Split, clients: np.ndarray) -> np.ndarray:

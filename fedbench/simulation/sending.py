@@ -13,21 +13,30 @@ from torch import Tensor
 from fedbench.contract.algorithm import Answer, Tensors
 from fedbench.contract.uploads import number_size
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+NONE: Mapping[str, Any] = MappingProxyType({})
+NOTHING, ALL, COMMON = 0, 1, 2
+LEVELS = 3
 
 
-def bytes_down(answer: Answer, clients: int, whole: Mapping[str, int] = NOTHING, bits: Mapping[str, float] = NOTHING) -> int:
-    """Size of what the server sent to that many clients; of the tables in `whole` that many rows to each, of `bits` see Algorithm.bits."""
+def bytes_down(answer: Answer, levels: np.ndarray, whole: Mapping[str, int] = NONE, bits: Mapping[str, float] = NONE) -> int:
+    """Size of what reached clients [n], see `sent_to`; of the tables in `whole` that many rows to each, of `bits` see Algorithm.bits."""
     shared = sum(math.ceil(t.numel() * number_size(t, bits.get(name)) / 8) for name, t in answer.shared.items())
     personal = sum(
         whole.get(name, 1) * math.ceil(math.prod(t.shape[1:]) * number_size(t, bits.get(name)) / 8) for name, t in answer.personal.items()
     )
-    return clients * (shared + personal)
+    return int((levels != NOTHING).sum()) * shared + int((levels == ALL).sum()) * personal
 
 
 def sent_to(answer: Answer, clients: Tensor) -> np.ndarray:
-    """[n] whether the server has something for each of these clients."""
-    return np.full(len(clients), bool(answer.shared)) if answer.slot is None else (answer.slot[clients] >= 0).cpu().numpy()
+    """[n] what reaches each of these clients: NOTHING, ALL of the answer, or what is COMMON to all because it has no row of its own."""
+    if answer.slot is None:
+        return np.full(len(clients), ALL if answer.shared else NOTHING)
+    return np.where((answer.slot[clients] >= 0).cpu().numpy(), ALL, COMMON if answer.shared else NOTHING)
+
+
+def reaching(answer: Answer, level: int) -> Answer:
+    """What reaches clients of a level, see `sent_to`."""
+    return (Answer(), answer, Answer(answer.shared))[level]
 
 
 def sent_rows(answer: Answer, clients: Tensor, rows: Tensor, tables: Collection[str]) -> Tensors:
