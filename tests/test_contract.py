@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -11,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedbench.commands import cli
 from fedbench.contract.algorithm import OWN, SHARED, Algorithm, Answer, Batch, Phase, Pull, Stage, Tensors, World, bce
 from fedbench.contract.randomness import Draw
 from fedbench.contract.uploads import Rows, Uploads
 from fedbench.data.sampling import sample_round
 from fedbench.errors import UsageError
+from fedbench.reporting import report
 from fedbench.simulation.channel import CLIENT, Hop, Screen, SecureSum, Trip, channel, ordered
 from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.engine import Engine
@@ -391,3 +395,28 @@ def test_what_reaches_a_client_without_a_row_of_its_own_is_common_to_all() -> No
         assert sent.keys() == ({"items", "anchor"} if c % 2 == 0 else {"items"})
         scores = algorithm.score({"personal": own["personal"][c][items], "head": own["head"][c]}, sent)
         assert ranks[c] == 1 + int((scores[1:] >= scores[0]).sum())
+
+
+def test_readings_are_in_metrics_summary_and_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = """
+from dataclasses import dataclass
+from fedbench.contract import register
+from fedbench.algorithms.local import Local
+
+@register("reads", summary="scored in two ways")
+@dataclass(frozen=True)
+class Reads(Local):
+    scores = ("user",)
+
+    def score_user(self, own, sent):
+        return own["items"] @ own["user"].abs()
+"""
+    (tmp_path / "reads.py").write_text(source)
+    small = "--dataset synthetic --users 30 --items 60 --interactions 10 --rounds 2 --no-mlflow --quiet"
+    assert cli.main(["--algo", str(tmp_path / "reads.py"), "--out", str(tmp_path / "run"), *small.split()]) == 0
+    assert "reads, score user" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[summary["best_round"] - 1])
+    assert summary["scores"]["user"]["test"]["hr_10"] == line["user/test/hr_10"] and line["user/val/mrr"] != line["val/mrr"]
+    assert report.main([str(tmp_path / "run"), "--out", str(tmp_path / "report")]) == 0
+    assert "Readings of one model" in (tmp_path / "report" / "report.html").read_text()

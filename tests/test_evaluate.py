@@ -274,7 +274,7 @@ def test_kernels_score_as_the_algorithm_does(name: str) -> None:
         federation.next_round()
     without = scoring.Evaluator(federation.algorithm, parts(), "cpu", kernels=False)
     answer = federation.algorithm.answer(federation.server)
-    for clients, sent in without.groups(federation.store, answer, 50):
+    for clients, _, sent in without.groups(federation.store, answer, 50):
         for items in (None, torch.from_numpy(parts().test_candidates[clients].astype(np.int64))):
             expected = without.scores(federation.store, answer, clients, sent, items)
             found = federation.evaluator.scores(federation.store, answer, clients, sent, items)

@@ -78,7 +78,7 @@ class Loss(Observer):
 
 @dataclass
 class Evaluation(Observer):
-    """Metrics on validation and test, every so many rounds and after the last."""
+    """Metrics on validation and test, of every reading of the model, every so many rounds and after the last."""
 
     every: int
 
@@ -86,7 +86,9 @@ class Evaluation(Observer):
         if end.federation.round % self.every == 0 or end.last:
             end.outcome = end.federation.outcome()
             end.scores = metrics_of(end.federation.split, end.outcome)
-            end.line |= {f"{part}/{key}": value for part, metrics in end.scores.items() for key, value in metrics.items()}
+            readings = {f"{name}/": metrics_of(end.federation.split, found) for name, found in end.federation.readings().items()}
+            for name, scores in {"": end.scores, **readings}.items():
+                end.line |= {f"{name}{part}/{key}": value for part, metrics in scores.items() for key, value in metrics.items()}
 
 
 @dataclass

@@ -79,6 +79,7 @@ def summarise(
         "clients": split.clients,
         "items": split.items,
         **({"exposure": exposure} if exposure else {}),
+        **({"scores": scores} if (scores := readings(config.algorithm.scores, reported)) else {}),
         "bytes_up": federation.bytes_up,
         "bytes_down": federation.bytes_down,
         "client_visits": int(federation.visits.sum()),
@@ -91,6 +92,17 @@ def summarise(
         **(source.facts() if (source := registry.source(type(config.algorithm))) else {}),
     }
     return summary | {"notes": notes(summary, split)}
+
+
+def readings(names: Sequence[str], line: Mapping[str, float]) -> dict[str, dict[str, dict[str, float]]]:
+    """Metrics of the method's further readings in the reported round: by name, then val and test."""
+    found: dict[str, dict[str, dict[str, float]]] = {name: {} for name in names}
+    for key, value in line.items():
+        name, _, rest = key.partition("/")
+        part, _, metric = rest.partition("/")
+        if name in found and metric:
+            found[name].setdefault(part, {})[metric] = value
+    return {name: parts for name, parts in found.items() if parts}
 
 
 def refit_summary(rounds: int, ranks: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -160,6 +172,7 @@ def final_table(summary: dict[str, Any], split: Split) -> str:
         rows.append((f"{summary['algo']} refit", summary["refit"]["test"]))
     if "new_user" in summary:
         rows.append((f"{summary['algo']}, {summary['new_user']['clients']:,} new users", summary["new_user"]))
+    rows += [(f"{summary['algo']}, score {name}", parts["test"]) for name, parts in summary.get("scores", {}).items()]
     columns: tuple[str, ...]
     if split.held:
         columns = ("rmse", "mae", "accuracy")
@@ -188,6 +201,10 @@ def _number(value: float | None) -> float:
     return float("nan") if value is None else value
 
 
+def _shown(metrics: Mapping[str, float], key: str) -> str:
+    return f"{_number(metrics[key]):.4f}" if key in metrics else "–"
+
+
 def metric_rows(rows: Sequence[tuple[str, Mapping[str, float]]], columns: Sequence[str]) -> list[str]:
     """A table of some metrics, one named row each, that fits a terminal of 80 columns."""
     heads = {key: key.replace("_10", "@10").replace("_", " ").upper() for key in columns}
@@ -196,7 +213,7 @@ def metric_rows(rows: Sequence[tuple[str, Mapping[str, float]]], columns: Sequen
     lines = [" " * width + "".join(f"{head:>{wide[key]}}" for key, head in heads.items())]
     for name, metrics in rows:
         short = name if len(name) <= width else f"{name[: width - 1]}…"
-        lines.append(f"{short:<{width}}" + "".join(f"{_number(metrics[key]):>{wide[key]}.4f}" for key in columns))
+        lines.append(f"{short:<{width}}" + "".join(_shown(metrics, key).rjust(wide[key]) for key in columns))
     return lines
 
 

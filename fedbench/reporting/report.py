@@ -140,7 +140,7 @@ def board_section(board: Board, rows: Sequence[Row]) -> Section:
     lead = f"Protocol {summary['protocol']} [{board.fingerprint}], {board.users:,} clients, {summary.get('items', 0):,} items. "
     lead += f"Best first by {board.lead.label}, on test, at the round that each run reports."
     title = f"{board.dataset}, protocol {summary['protocol']}{', ratings' if board.lead in RATING else ''}"
-    tables = [leaderboard(board, rows), differences(board, rows), *new_users(board), costs(board), spread_table(board)]
+    tables = [leaderboard(board, rows), differences(board, rows), *new_users(board), *readings(board), costs(board), spread_table(board)]
     return Section(title, lead, board.leaky, warnings(board, rows), remarks_on(board), tables, list(figures(board, rows)))
 
 
@@ -272,6 +272,18 @@ def new_users(board: Board) -> list[Table]:
         "Users who were not in training learn what is private to them from their own items, the shared part being frozen; means over seeds."
     )
     return [Table("New users", columns, rows, caption)]
+
+
+def readings(board: Board) -> list[Table]:
+    """Further readings of one model, such as with a client's own table alone, if a method has any."""
+    shown = [metric for metric in RANKING if metric in board.metrics and not metric.key.startswith("full_")]
+    rows = []
+    for number, method in enumerate(board.methods):
+        for name in dict.fromkeys(name for run in method.runs for name in run.summary.get("scores", {})):
+            values = [_score(method.mean("scores", name, "test", metric.key)) for metric in shown]
+            rows.append([Cell(f"{number + 1}. {method.name}"), Cell(name), *values])
+    caption = "One model scored in other ways, at the round that its own score chose; means over seeds."
+    return [Table("Readings of one model", ["method", "score", *(metric.label for metric in shown)], rows, caption)] if rows else []
 
 
 def costs(board: Board) -> Table:
