@@ -8,42 +8,14 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import cache
 
 import hypothesis
 import numba
-import numpy as np
 import pytest
 import torch
 
-from fedbench.contract.dataset import DatasetOptions
-from fedbench.data.protocol import PRESETS
-from fedbench.data.sampling import Samples
-from fedbench.data.split import Split, split
-from fedbench.datasets.synthetic import load
-
-
-@cache
-def small_split(users: int = 24, items: int = 60, interactions: int = 12, protocol: str = "clean", ratings: bool = False) -> Split:
-    """Planted tastes. The defaults with batches of 32 give clients of one batch and clients of many."""
-    chosen = replace(PRESETS[protocol], split="kfold", fold=0) if ratings else PRESETS[protocol]
-    return split(load(DatasetOptions(users=users, items=items, interactions=interactions)), chosen)
-
-
-def without_samples(samples: Samples, position: int) -> Samples:
-    """The same cohort, but the client at `position` has nothing to train on."""
-    keep = np.arange(len(samples.clients)) != position
-    counts, touched = samples.counts * keep, samples.touched * keep
-    return Samples(
-        clients=samples.clients,
-        ptr=np.concatenate([[0], np.cumsum(counts)]),
-        local=samples.local[np.repeat(keep, samples.counts)],
-        label=samples.label[np.repeat(keep, samples.counts)],
-        row_ptr=np.concatenate([[0], np.cumsum(touched)]),
-        row=samples.row[np.repeat(keep, samples.touched)],
-    )
-
+from fedbench.testing.small_federation import small_split as small_split
+from fedbench.testing.small_federation import without_samples as without_samples
 
 # A busy machine is no reason for a test to fail, nor is chance: the same cases each time, unless FEDBENCH_FUZZ asks for others.
 hypothesis.settings.register_profile("patient", deadline=None, derandomize="FEDBENCH_FUZZ" not in os.environ)

@@ -30,8 +30,9 @@ from fedbench.simulation.engine import Engine
 from fedbench.simulation.failures import Failures, drawn
 from fedbench.simulation.federation import Diverged, Federation
 from fedbench.testing import loop_engine
+from fedbench.testing.small_federation import SMALL, assert_same, flat
 from tests.conftest import small_split
-from tests.test_algorithms import SMALL, assert_same, fedavg_ncf, fedem, flat
+from tests.test_algorithms import fedavg_ncf, fedem
 from tests.test_run import DATA, FEDMF, carry_out, lines_of, result, summary_of
 
 SEED = 0

@@ -21,8 +21,9 @@ from fedbench.algorithms.local import Local
 from fedbench.contract.algorithm import Algorithm
 from fedbench.simulation import engine, generic
 from fedbench.simulation.federation import world_of
+from fedbench.testing.algorithm_tests import described
+from fedbench.testing.small_federation import SMALL, assert_same_trace, by_engine, by_loop
 from tests.conftest import small_split
-from tests.test_algorithms import SMALL, assert_same_trace, by_engine, by_loop, described
 
 pytestmark = [
     pytest.mark.gpu,
