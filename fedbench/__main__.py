@@ -15,6 +15,7 @@ COMMANDS = {
     "train": ("fedbench.commands.cli:train", "one run, as train.py"),
     "sweep": ("fedbench.sweeping.sweep:main", "many runs: grids and studies"),
     "audit": ("fedbench.commands.audit:main", "prove that a protocol does not leak"),
+    "check": ("fedbench.commands.check:main", "test an algorithm, your own or a built-in one"),
     "bench": ("fedbench.commands.bench:main", "measure speed"),
     "fetch": ("fedbench.commands.cli:fetch", "bring datasets into the cache"),
     "list": ("fedbench.commands.cli:show_list", "show algorithms and datasets"),

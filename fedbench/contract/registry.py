@@ -255,6 +255,8 @@ def _discover(package: str) -> None:
 @cache
 def _import_built_ins(package: str) -> None:
     for module in pkgutil.iter_modules(importlib.import_module(f"fedbench.{package}").__path__):
+        if module.name.startswith("_"):  # something to copy, such as algorithms/_template.py
+            continue
         with _left_out_if_broken(f"{package}/{module.name}.py"):
             importlib.import_module(f"fedbench.{package}.{module.name}")
 
