@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -254,10 +254,11 @@ class Waiting(FedMF):
 class Lost(FedMF):
     """Counts rounds in a place that no checkpoint holds."""
 
+    _so_far: ClassVar[list[int]] = []
+
     def aggregate(self, server: Tensors, uploads: Any, draw: Draw) -> Tensors:
-        rounds = self.__dict__.setdefault("rounds_so_far", [])
-        rounds.append(1)
-        return {"items": super().aggregate(server, uploads, draw)["items"] / len(rounds)}
+        self._so_far.append(1)
+        return {"items": super().aggregate(server, uploads, draw)["items"] / len(self._so_far)}
 
 
 @pytest.mark.parametrize(
