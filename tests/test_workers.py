@@ -36,8 +36,8 @@ from fedbench.errors import FedbenchError, NotFinite
 from fedbench.experiment import checkpoint
 from fedbench.parts.mixing import mean_of_whole_tables
 from fedbench.simulation import client_store, federation, workers
+from fedbench.simulation.channel import CountBytes, Trip
 from fedbench.simulation.engine import Round
-from fedbench.simulation.failures import Failures
 from fedbench.simulation.federation import Federation
 from tests.test_run import lines_of, result, summary_of
 
@@ -125,9 +125,9 @@ def worker_main() -> None:
     Federation.samples, Federation.next_round, federation.finite = failing, watched, looking  # type: ignore[method-assign]
     chunks, workers.StreamedRows.chunks = workers.StreamedRows.chunks, until_full  # type: ignore[method-assign]
     workers.BLOCK, client_store.CHUNK, storage.CHUNK = 5000, 2500, 2500  # a few tables at once
-    damaged, code = Failures.damaged, 0
+    code = 0
     for command in sys.argv[1:]:
-        Failures.damaged = spoilt if "spoilt" in command else damaged  # type: ignore[method-assign]
+        CountBytes.__call__ = spoilt if "spoilt" in command else arrive  # type: ignore[method-assign]
         code = cli.guard(cli.train, command.replace("NUMBER", str(workers.number())).split())
         print(f"worker {workers.number()} of {workers.count()} ended in {code}", flush=True)
     workers.leave(code)
@@ -145,12 +145,16 @@ def digest(federation: Federation) -> str:
     return hashlib.sha256(b"".join(server[name].numpy().tobytes() for name in names)).hexdigest()
 
 
-def spoilt(self: Failures, uploads: Uploads, seed: int, when: int) -> Uploads:
+arrive = CountBytes.__call__
+
+
+def spoilt(self: CountBytes, uploads: Uploads, trip: Trip) -> Uploads:
     """In the second round the last two tables arrive not finite, and nobody has reason to look at them before."""
+    uploads = arrive(self, uploads, trip)
     factor = torch.ones(len(uploads.clients))
     factor[-2:] = torch.tensor([torch.nan, torch.inf])
     items = uploads.scaled(factor).tensors["items"]
-    return replace(uploads, tensors={**uploads.tensors, "items": items}) if when == 2 else uploads
+    return replace(uploads, tensors={**uploads.tensors, "items": items}) if trip.when == 2 else uploads
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -192,7 +196,7 @@ def test_workers_find_what_one_process_finds_and_fail_in_one_line(tmp_path: Path
     for name, words in RUNS.items():
         with monkeypatch.context() as patch:
             if "spoilt" in name:
-                patch.setattr(Failures, "damaged", spoilt)
+                patch.setattr(CountBytes, "__call__", spoilt)
             assert cli.main([*f"{words} {COMMON}".split(), "--out", str(tmp_path / f"{name}-1")]) == 0
     for name in ("spoilt", "spoilt-alike"):
         assert summary_of(tmp_path / f"{name}-1")["rejected"] == 2
