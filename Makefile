@@ -4,7 +4,7 @@ PY := .venv/bin/python
 PORT ?= 5000
 export MLFLOW_DISABLE_TELEMETRY := true
 
-.PHONY: run test golden test-browser test-gpu test-ray lint setup ui clean
+.PHONY: run test golden bench test-browser test-gpu test-ray lint setup ui clean
 
 run: setup
 	$(PY) train.py --algo fedem --dataset filmtrust --alpha 0.9
@@ -15,6 +15,10 @@ test: setup lint
 # every method computes what it did: all cases of tests/golden.py; the tests run some of them
 golden: setup
 	$(PY) -m tests.golden
+
+# measures this machine (a quarter of an hour) and writes the table of docs/performance.md
+bench: setup
+	$(PY) -m fedbench bench --all --json docs/results/bench.json --page docs/performance.md
 
 # needs Chromium from the system's packages, such as `apt-get install chromium`
 test-browser: setup

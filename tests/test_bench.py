@@ -20,6 +20,7 @@ from fedbench.commands.bench import (
     render,
     spread_over,
 )
+from fedbench.commands.bench_page import BEGIN, END, markdown
 from fedbench.commands.growth import drawn, exponent, fixed, growth, quantities
 from fedbench.contract import registry
 from fedbench.data.sampling import sample_round
@@ -63,13 +64,16 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_all_in_processes_and_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "bench.json"
-    flags = ["--all", "--datasets", "synthetic", "--algos", "fedmf,central_mf", *TINY, "-n", "20", "--json", str(file)]
+    file, page = tmp_path / "bench.json", tmp_path / "page.md"
+    page.write_text(f"# Speed\n{BEGIN}\nold\n{END}\nmore\n")
+    flags = ["--all", "--datasets", "synthetic", "--algos", "fedmf,central_mf", *TINY, "-n", "20", "--json", str(file), "--page", str(page)]
     assert main(["bench", *flags, "--loop-clients", "3"]) == 0
     assert "central_mf    synthetic  does not fit: --clients-per-round means nothing" in capsys.readouterr().out
     kept = json.loads(file.read_text())
     assert [(one["algo"], one["clients"], one["loop_clients"]) for one in kept["figures"]] == [("fedmf", 20, 3)]
-    assert kept["environment"]["cpu_count"] > 0
+    assert kept["schema"] == 1 and kept["environment"]["cpu_count"] > 0
+    assert page.read_text() == f"# Speed\n{BEGIN}\n{markdown(kept)}\n{END}\nmore\n"
+    assert f"| fedmf | synthetic | 20 | {kept['figures'][0]['round']:.4f} |" in page.read_text()
     assert main(["bench", "--algo", "fedmf", "--dataset", "synthetic", *TINY, "-n", "20", "--compare", str(file)]) == 0
     assert "times faster than before\n" in capsys.readouterr().out
 
@@ -93,6 +97,8 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--algos", "fedmf"], "--all"),
         (["--all", "--algos", "fedfm"], "did you mean"),
         (["--json", str(tmp_path / "no" / "folder.json")], "cannot be written"),
+        (["--page", "x.md"], "--page goes with"),
+        (["--all", "--json", str(tmp_path / "x.json"), "--page", str(tmp_path / "other.json")], "no place for the table"),
     ):
         assert main(["bench", "--algo", "fedmf", *SMALL, *flags]) == 2
         assert word in capsys.readouterr().err

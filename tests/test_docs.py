@@ -12,7 +12,7 @@ from torch.distributed import run as torchrun
 
 import fedbench
 from fedbench.__main__ import COMMANDS
-from fedbench.commands import bench, cli, evaluate, log_model, recommend
+from fedbench.commands import bench, bench_page, cli, evaluate, log_model, recommend
 from fedbench.contract import registry
 from fedbench.contract.algorithm import Algorithm
 from fedbench.reporting import report
@@ -147,6 +147,15 @@ def anchors(page: Path) -> set[str]:
     """What a link can point to inside a page: its headings, lower case, without punctuation, dashes for blanks."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_table_of_speed_is_what_bench_measured() -> None:
+    """`bench --all --json --page` wrote both; neither was edited since."""
+    written = json.loads((ROOT / "docs" / "results" / "bench.json").read_text(encoding="utf-8"))
+    assert written["schema"] == bench.SCHEMA
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    table = page.partition(bench_page.BEGIN)[2].partition(bench_page.END)[0]
+    assert table.strip() == bench_page.markdown(written)
 
 
 def test_one_version_everywhere() -> None:

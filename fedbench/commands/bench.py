@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,8 @@ from fedbench.tracking.run_log import environment, setup_logging
 
 Figures = dict[str, Any]
 
+SCHEMA = 1
+"""of the file that --json writes; larger once a key goes or changes its meaning"""
 WARM_ROUNDS = 2
 """rounds before the measured ones: kernels compile, and clients have been sent something"""
 REPEATS, CALM = 3, 10.0
@@ -70,6 +73,7 @@ one thread all seconds are CPU seconds, so that other programs on the machine ma
                       it out (all of them by default, 100 in --all)
   --state-mb X        take only so many of the dataset's clients that what they keep stays below X MB (no limit by default, 256 in --all)
   --json FILE         write all figures there
+  --page FILE.md      write the table of --all into a page, between its lines <!-- bench:begin --> and <!-- bench:end -->; with --json
   --compare FILE      print how many times faster than the figures in FILE, which --json wrote
 Of several seeds or folds the first is measured. In --all and --growth each point is a process of its own: its peak memory is its own.
 example: python -m fedbench bench --algo fedem --dataset filmtrust
@@ -77,6 +81,8 @@ example: python -m fedbench bench --algo fedem --dataset filmtrust
 
 
 def main(argv: list[str]) -> int:
+    from fedbench.commands.bench_page import check_page, write_page
+
     if {"-h", "--help"} & set(argv):
         say(HELP)
         return 0
@@ -85,6 +91,8 @@ def main(argv: list[str]) -> int:
     except argparse.ArgumentError as error:
         raise UsageError(f"bench: {error}; see --help") from None
     check(mine)
+    if mine.page:
+        check_page(mine.page)
     before = read(mine.compare) if mine.compare else []
     setup_logging(quiet=True, debug="--debug" in rest)
     if mine.growth:
@@ -93,6 +101,8 @@ def main(argv: list[str]) -> int:
         return growth(rest, mine.json, mine.plot)
     if mine.all:
         figures, failed = every(rest, mine)
+        if mine.page and not failed:
+            write_page(mine.page, files.read_json(mine.json))
     else:
         figures, failed = [measure(first_run(rest), mine.loop_clients, mine.state_mb)], False
         say(fitted(render(figures[0])))
@@ -109,7 +119,7 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument(name, action="store_true")
     for name in ("--datasets", "--algos"):
         made.add_argument(name, type=lambda words: words.split(","), default=None)
-    for name in ("--json", "--compare", "--plot"):
+    for name in ("--json", "--page", "--compare", "--plot"):
         made.add_argument(name, type=Path, default=None)
     made.add_argument("--loop-clients", type=whole_number, default=None)
     made.add_argument("--state-mb", type=number, default=None)
@@ -122,6 +132,8 @@ def check(mine: argparse.Namespace) -> None:
     for name, given, with_ in (("datasets", mine.datasets, "all"), ("algos", mine.algos, "all"), ("plot", mine.plot, "growth")):
         if given and not getattr(mine, with_):
             raise UsageError(f"--{name} goes with --{with_}")
+    if mine.page and not (mine.all and mine.json):
+        raise UsageError("--page goes with --all and --json: the table shows what is in that file")
     if mine.compare and mine.growth:
         raise UsageError("--compare does not go with --growth")
     if mine.loop_clients is not None and mine.loop_clients < 0:
@@ -377,7 +389,8 @@ def write(file: Path | None, figures: list[Figures]) -> None:
     if file is None:
         return
     try:
-        write_json(file, {"environment": {**environment(), "processor": processor()}, "figures": figures})
+        where = {**environment(), "processor": processor(), "command": ["fedbench", *sys.argv[1:]]}
+        write_json(file, {"schema": SCHEMA, "environment": where, "figures": figures})
     except OSError as error:
         raise UsageError(f"--json {file}: cannot be written ({error.strerror}); give a file in a folder that exists") from None
 
