@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -15,15 +16,21 @@ from fedbench.__main__ import COMMANDS
 from fedbench.commands import bench, bench_page, cli, evaluate, log_model, recommend
 from fedbench.contract import registry
 from fedbench.contract.algorithm import Algorithm
+from fedbench.contract.dataset import DatasetOptions
+from fedbench.data.protocol import Protocol
 from fedbench.reporting import report
 from fedbench.settings import command_line
+from fedbench.settings.config import RunConfig
 from fedbench.settings.flags import flag_groups
+from fedbench.simulation.failures import Failures
 from fedbench.sweeping import study, sweep
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGE_NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 ROOMS = "fedbench|algorithms|datasets|sweeps|tests|docs"
+
+REFERENCE, FLAGS = ROOT / "docs" / "reference.md", ("<!-- flags:begin -->", "<!-- flags:end -->")
 
 OTHERS = r"chromium|ray|python -m mlflow|python -m pip"
 """commands whose flags are not ours"""
@@ -158,6 +165,43 @@ def test_the_table_of_speed_is_what_bench_measured() -> None:
     assert table.strip() == bench_page.markdown(written)
 
 
+def flag_tables() -> str:
+    """Every flag that is no algorithm's own, a table a group, for docs/reference.md."""
+    lines = []
+    for title, flags in flag_groups(None).items():
+        lines += [f"### {title.partition(' (')[0].capitalize()}", "", "| flag | default | meaning |", "|---|---|---|"]
+        for flag in flags:
+            spelling = ", ".join(f"`{name}`" for name in flag.spelling.split("/"))
+            default = command_line._default_text(flag, None).removeprefix("default: ").removesuffix("default: ")
+            lines.append(f"| {spelling} | {default} | {' '.join(flag.help.split())} |".replace("<", "&lt;"))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def test_the_reference_has_every_flag_command_and_key() -> None:
+    """`python -m tests.test_docs` writes the tables of flags again."""
+    page = REFERENCE.read_text(encoding="utf-8")
+    assert page.partition(FLAGS[0])[2].partition(FLAGS[1])[0].strip() == flag_tables().strip()
+    named = set(re.findall(r"`--([a-z-]+)`", page))
+    fields = [field.name for cls in (RunConfig, Protocol, DatasetOptions, Failures) for field in dataclasses.fields(cls) if field.init]
+    not_flags = {"algorithm", "data", "failures", "name", "ncf"}
+    assert {name.replace("_", "-") for name in fields if name not in not_flags} <= named
+    assert {f"fedbench {name}" for name in COMMANDS} <= set(re.findall(r"`(fedbench [a-z-]+)`", page))
+
+
+def test_the_reference_has_every_file_and_key_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "item_bias.py").write_text(examples()["item_bias.py"], encoding="utf-8")
+    size = ["--users", "60", "--items", "120", "--interactions", "10", "--rounds", "1", "--new-users", "0.1"]
+    flags = ["--no-mlflow", "--quiet", "--refit", "--out", str(tmp_path / "run")]
+    assert cli.main(["--algo", str(tmp_path / "item_bias.py"), "--dataset", "synthetic", *size, *flags]) == 0
+    named = set(re.findall(r"`([\w./]+)`", REFERENCE.read_text(encoding="utf-8")))
+    assert {f"{path.name}{'/' * path.is_dir()}" for path in (tmp_path / "run").iterdir()} <= named
+    read = {name: json.loads((tmp_path / "run" / name).read_text()) for name in ("summary.json", "env.json")}
+    assert set(read["summary.json"]) | set(read["env.json"]) <= named
+    rounds = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert {key for key in rounds if "/" not in key} <= named
+
+
 def test_one_version_everywhere() -> None:
     assert f"\nversion: {fedbench.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\n## {fedbench.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
@@ -172,3 +216,9 @@ def test_the_readme_is_short_and_leads_to_every_page() -> None:
         targets = re.findall(r"\]\(([^)#\s]+\.md)", page.read_text(encoding="utf-8"))
         left += {(page.parent / target).resolve() for target in targets if "://" not in target} - reached
     assert set(PAGES) <= reached
+
+
+if __name__ == "__main__":
+    before, _, rest = REFERENCE.read_text(encoding="utf-8").partition(FLAGS[0])
+    after = rest.partition(FLAGS[1])[2]
+    REFERENCE.write_text(f"{before}{FLAGS[0]}\n{flag_tables()}{FLAGS[1]}{after}", encoding="utf-8")
