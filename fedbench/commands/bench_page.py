@@ -19,7 +19,7 @@ def markdown(written: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {where['packages'][name]}" for name in ("torch", "numpy", "numba") if where["packages"].get(name))
     kind = "CPU seconds" if all(one["threads"] == 1 for one in figures) else "seconds"
     machine = f"{where['processor']}, {where['cpu_count']} cores, {where['platform']}"
-    said = f"Measured on {machine}; Python {where['python']}, {packages}; commit {str(where['git_commit'])[:12]}. {kind.capitalize()}."
+    said = f"Measured on {machine}; Python {where['python']}, {packages}. All times are {kind}."
     head = ["| algorithm | dataset | " + " | ".join(COLUMNS) + " | |", "|---|---|" + "---:|" * len(COLUMNS) + "---|"]
     return "\n".join([said, "", *head, *(row(one) for one in figures)])
 
