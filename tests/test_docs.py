@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
+import pkgutil
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import run as torchrun
 
 import fedbench
+from fedbench import parts
 from fedbench.__main__ import COMMANDS
 from fedbench.commands import bench, bench_page, cli, evaluate, log_model, recommend
 from fedbench.contract import registry
-from fedbench.contract.algorithm import Algorithm
+from fedbench.contract.algorithm import Algorithm, Answer, Batch, Context, Extra, Phase, Pull, Stage, World
+from fedbench.contract.central import Central, Pool
 from fedbench.contract.dataset import DatasetOptions
+from fedbench.contract.randomness import Draw
+from fedbench.contract.uploads import Rows, Tables, Uploads
 from fedbench.data.protocol import Protocol
 from fedbench.reporting import report
 from fedbench.settings import command_line
@@ -24,9 +31,12 @@ from fedbench.settings.config import RunConfig
 from fedbench.settings.flags import flag_groups
 from fedbench.simulation.failures import Failures
 from fedbench.sweeping import study, sweep
+from fedbench.testing.algorithm_tests import AlgorithmTests
+from fedbench.testing.small_federation import small_instance
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GUIDE = ROOT / "docs" / "adding-an-algorithm.md"
 PAGE_NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 ROOMS = "fedbench|algorithms|datasets|sweeps|tests|docs"
 
@@ -68,6 +78,9 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(line.partition("train.py")[2], comments=True) for line in lines]
 
 
+METHODS = [name for name in examples() if not name.startswith("test_")]
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that holds the examples, to run in."""
@@ -77,18 +90,65 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_both_guides_have_an_example() -> None:
-    assert set(examples()) == {"item_bias.py", "biased_mf.py"}
+def test_both_guides_have_examples() -> None:
+    """Every block of Python is a file that the tests below run."""
+    assert set(examples()) == {"item_bias.py", "my_mf.py", "fedrap.py", "pfedrec.py", "gpfedrec.py", "central_bias.py", "test_my_mf.py"}
+    assert all(re.match(r"# \w+\.py\n", block) for block in blocks(GUIDE, "python"))
+    assert all(text.count("\n") < 120 for text in examples().values())
+    assert examples()["my_mf.py"].count("\n") < 45
 
 
-@pytest.mark.parametrize("name", examples())
+@pytest.mark.parametrize("name", METHODS)
 def test_an_example_trains(name: str, folder: Path) -> None:
     size = ["--users", "60", "--items", "120", "--interactions", "10", "--rounds", "2"]
     assert cli.main(["--algo", name, "--dataset", "synthetic", *size, "--no-mlflow", "--quiet", "--out", "run"]) == 0
     summary = json.loads((folder / "run" / "summary.json").read_text())
-    assert summary["rounds"] == 2 and summary["bytes_up"] > 0 and not summary["leaky"]
+    assert summary["rounds"] == 2 and (summary["bytes_up"] > 0) == (name != "central_bias.py") and not summary["leaky"]
     losses = [json.loads(line)["loss"] for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "central_bias.py"])
+def test_an_example_passes_the_heart_of_check(name: str, folder: Path) -> None:
+    algorithm = small_instance(registry.algorithm(name)())
+    tests = AlgorithmTests()
+    tests.test_equals_the_loop(algorithm, "off")
+    tests.test_private_state_never_shows_in_upload(algorithm)
+    tests.test_works_row_by_row(algorithm)
+
+
+def test_fedrap_as_published_equals_the_loop(folder: Path) -> None:
+    cls = registry.algorithm("fedrap.py")
+    fields = {**cls.published, "lr_items": 5.0, "dim": 4}  # rates of 200 magnify rounding
+    AlgorithmTests().test_equals_the_loop(small_instance(cls(**fields)), "off")
+
+
+def test_the_example_of_a_test_is_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(folder)
+    scope: dict[str, Any] = {}
+    exec(compile(examples()["test_my_mf.py"], "test_my_mf.py", "exec"), scope)
+    tests = scope["TestMyMF"]()
+    assert isinstance(tests, AlgorithmTests)
+    for case in tests.cases(AlgorithmTests.test_quality):
+        tests.test_quality(**case)
+
+
+def test_all_that_a_method_may_use_is_on_the_page() -> None:
+    """Every public name of the contract and of the parts, in a block or a span of code."""
+    page = GUIDE.read_text(encoding="utf-8")
+    code = " ".join([*re.findall(r"^```.*?^```$", page, flags=re.MULTILINE | re.DOTALL), *re.findall(r"`([^`\n]+)`", page)])
+    words = set(re.findall(r"\w+", code))
+    named: dict[str, set[str]] = {}
+    for cls in (Algorithm, Phase, Stage, Batch, Extra, Pull, Answer, Uploads, Rows, Tables, Draw, World, Context, Central, Pool):
+        inherited = {*dir(tuple), *dir(object)} if issubclass(cls, tuple) else {*dir(object)}
+        fields = getattr(cls, "_fields", ()) or [field.name for field in dataclasses.fields(cls)]
+        named[cls.__name__] = {name for name in (*vars(cls), *fields) if not name.startswith("_")} - inherited
+    for module in pkgutil.iter_modules(parts.__path__):
+        things = vars(importlib.import_module(f"fedbench.parts.{module.name}"))
+        own = {name for name, thing in things.items() if getattr(thing, "__module__", "") == f"fedbench.parts.{module.name}"}
+        named[module.name] = {name for name in own | {*things.get("__all__", ())} if not name.startswith("_")}
+    assert {place: missing for place, names in named.items() if (missing := names - words)} == {}
+    assert len(named["Algorithm"]) > 40 and len(named["mixing"]) > 4
 
 
 @each_page
@@ -121,10 +181,11 @@ def test_commands_on_finished_runs_are_understood(page: Path) -> None:
 
 @each_page
 def test_flags_exist(page: Path, folder: Path) -> None:
-    classes: list[type[Algorithm]] = [*registry.algorithms().values(), *(registry.algorithm(name) for name in examples())]
+    classes: list[type[Algorithm]] = [*registry.algorithms().values(), *(registry.algorithm(name) for name in METHODS)]
     flags = [flag for cls in classes for group in flag_groups(cls).values() for flag in group]
     known = {flag.option for flag in flags} | {f"--no-{flag.option[2:]}" for flag in flags if flag.item_kind is bool}
     known |= {"--config", "--list", "--print-config", "--help", "--version", *sweep.own_options()}
+    known |= {"--may-leave", "--json"}  # of check
     parsers = [*(make() for make in PARSERS.values()), bench.parser(), torchrun.get_args_parser()]
     known |= {option for parser in parsers for action in parser._actions for option in action.option_strings}
     text = re.sub(rf"^(?:{OTHERS}) .*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         World,
         bce,
     )
+    from fedbench.contract.central import Central, Pool
     from fedbench.contract.dataset import DatasetOptions, Interactions
     from fedbench.contract.randomness import Draw
     from fedbench.contract.registry import register, register_dataset
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _PLACES = {
     **dict.fromkeys(("OWN", "SHARED", "Algorithm", "Answer", "Batch", "Context", "Extra"), "fedbench.contract.algorithm"),
     **dict.fromkeys(("Phase", "Pull", "Stage", "Tensors", "World", "bce"), "fedbench.contract.algorithm"),
+    **dict.fromkeys(("Central", "Pool"), "fedbench.contract.central"),
     **dict.fromkeys(("DatasetOptions", "Interactions"), "fedbench.contract.dataset"),
     **dict.fromkeys(("register", "register_dataset"), "fedbench.contract.registry"),
     **dict.fromkeys(("Rows", "Tables", "Uploads"), "fedbench.contract.uploads"),
@@ -46,12 +48,14 @@ __all__ = [
     "Algorithm",
     "Answer",
     "Batch",
+    "Central",
     "Context",
     "DatasetOptions",
     "Draw",
     "Extra",
     "Interactions",
     "Phase",
+    "Pool",
     "Pull",
     "Rows",
     "Stage",
