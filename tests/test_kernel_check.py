@@ -190,7 +190,7 @@ def test_a_plug_in_below_a_built_in_runs_what_it_says(body: str, hook: str, tmp_
         words = f"--algo {tmp_path / 'mine.py'} {DATA} -e 4 --batch-size 16 --kernel {kernel} --out {tmp_path / kernel}"
         assert cli.main(words.split()) == 0
         found[kernel] = json.loads((tmp_path / kernel / "summary.json").read_text())
-        said = f"mine.py overrides {hook}, so FedMF's kernel is not used" in (tmp_path / kernel / "log.txt").read_text()
+        said = f"mine overrides {hook}, so FedMF's kernel is not used" in (tmp_path / kernel / "log.txt").read_text()
         assert said == (kernel == "auto")
     assert [found["auto"][part] for part in ("val", "test")] == [found["off"][part] for part in ("val", "test")]
     assert cli.main(f"--algo fedmf {DATA} -e 4 --batch-size 16 --out {tmp_path / 'fedmf'}".split()) == 0
@@ -387,11 +387,11 @@ def test_a_refused_kernel_ends_a_run_with_one_line(tmp_path: Path, capsys: pytes
         ),
         (Stage((Phase((), 0.1),)), "names must be a tuple"),
         (Stage((Phase("items", 0.1),)), "names must be a tuple"),  # type: ignore[arg-type]
-        (Stage((Phase(("items",), -0.1),)), "lr must be 0 or more, not -0.1"),
-        (Stage((Phase(("items",), float("nan")),)), "lr must be 0 or more, not nan"),
-        (Stage((Phase(("items",), 0.1, "adamw", -1.0),)), "weight_decay must be 0 or more"),
-        (Stage((Phase(("items",), 0.1, "sgd", 0.1),)), "weight_decay belongs to adamw; sgd would ignore it"),
-        (Stage((Phase(("items",), 0.1, clip=-1.0),)), "clip must be 0 or more"),
+        (Stage((Phase(("items",), -0.1),)), "lr must be a number, 0 or more, not -0.1"),
+        (Stage((Phase(("items",), float("nan")),)), "lr must be a number, 0 or more, not nan"),
+        (Stage((Phase(("items",), 0.1, "adamw", -1.0),)), "weight_decay must be a number, 0 or more"),
+        (Stage((Phase(("items",), 0.1, "adam", 0.1),)), "weight_decay belongs to adamw and sgd; adam would ignore it"),
+        (Stage((Phase(("items",), 0.1, clip=-1.0),)), "clip must be a number, 0 or more"),
         (Stage((Phase(("items",), 0.1),), part="querry"), "there is no part 'querry' of the samples (did you mean query?"),
         (Stage((Phase(("items",), 0.1),), batch_size=0), "batch_size must be 1 or more, not 0"),
         (Stage((Phase(("items",), 0.1),), max_samples=-3), "max_samples must be 1 or more, not -3"),
@@ -419,17 +419,6 @@ def test_an_unknown_optimizer_ends_a_run_before_it_begins(word: str, tmp_path: P
     error = capsys.readouterr().err.strip()
     assert f"mine.py, line 8, in phases: phase 1: there is no optimizer '{word}'" in error and "\n" not in error
     assert ("did you mean sgd?" in error) == (word == "SGD") and not (tmp_path / "r").exists()
-
-
-def test_an_own_table_beside_a_trained_shared_one_is_refused_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    body = """tables = ("items", "bias")
-    def init_client(self, world, draw): return {**super().init_client(world, draw), "bias": draw.normal("bias", world.items)}
-    def phases(self, sent): return (Phase(("user", "items", "bias"), 0.1),)"""
-    (tmp_path / "mine.py").write_text(f"{PLUG_IN}    {body}\n")
-    assert cli.main(f"--algo {tmp_path / 'mine.py'} {DATA} --out {tmp_path / 'r'}".split()) == 2
-    error = capsys.readouterr().err.strip()
-    assert "keeps a table of its own ('bias') cannot train 'items', which is only sent" in error and "\n" not in error
-    assert not (tmp_path / "r").exists()
 
 
 @dataclass(frozen=True)
