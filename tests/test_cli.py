@@ -466,7 +466,7 @@ def test_errors_become_exit_codes(error: BaseException, code: int, line: str, ca
     ("words", "code", "says"),
     [
         ("adit", 2, "unknown command 'adit'; did you mean audit?"),
-        ("qqq", 2, "use one of train, sweep, audit, bench, fetch, list"),
+        ("qqq", 2, "use one of train, sweep, audit, check, bench, fetch, list"),
         ("fetch", 2, "fetch takes names of datasets"),
         ("fetch filmtrst", 2, "did you mean filmtrust?"),
         ("list x", 2, "list takes no flags"),
