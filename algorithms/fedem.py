@@ -31,7 +31,7 @@ from fedbench.contract.uploads import Tables, Uploads
 from fedbench.errors import UsageError
 from fedbench.parts.fused_models import DotBCE, ElasticBCE
 from fedbench.parts.merging import MERGES, elastic, init_mlp, static
-from fedbench.parts.mixing import delivered, signatures, similarity, solve_weights
+from fedbench.parts.mixing import delivered, in_float64, signatures, similarity, solve_weights
 
 
 @register("fedem", summary="elastic merging: own item tables, similarity-weighted aggregation, a learned merge")
@@ -204,7 +204,7 @@ class FedEM(Algorithm):
 
     def weights(self, tables: Tables, samples: Tensor) -> Tensor:
         """[R, M, d] of S, [S] -> [R, S]: row u says how much each table weighs in client u's mixture; [S] if that is the same for all."""
-        p = samples.double() / samples.sum().clamp(min=1)
+        p = in_float64(samples) / in_float64(samples.sum().clamp(min=1))
         cap = max(self.max_weight, 1 / len(p))  # fewer clients than expected may have answered
         if self.aggregation == "avg" or (self.aggregation == "both" and self.alpha == 0):
             return solve_weights(p[None], self.solver, cap)[0]

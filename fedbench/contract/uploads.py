@@ -123,7 +123,7 @@ class Tables(NamedTuple):
             if at == 0:
                 mixed = weighted_tables(some, tables)
             else:
-                mixed.flatten(1).addmm_(some.to(tables.dtype), tables.flatten(1))
+                mixed.flatten(1).addmm_(some.to(tables), tables.flatten(1))
             at += len(tables)
         return mixed
 
@@ -189,6 +189,7 @@ class Uploads:
     def only(self, keep: Tensor) -> Uploads:
         """The uploads of the clients where `keep` [n] is true."""
         tensors: dict[str, Tensor | Rows | Tables] = {}
+        keep = keep.to(self.clients.device)
         for name, value in self.tensors.items():
             if isinstance(value, Rows):
                 mine = keep.repeat_interleave(value.counts)
@@ -261,4 +262,4 @@ def times(value: Tensor, factor: Tensor) -> Tensor:
 
 def weighted_tables(weights: Tensor, tables: Tensor) -> Tensor:
     """[R, S], [S, M, d] -> [R, M, d]: a mixture of all tables for each row of weights."""
-    return (weights.to(tables.dtype) @ tables.flatten(1)).view(len(weights), *tables.shape[1:])
+    return (weights.to(tables) @ tables.flatten(1)).view(len(weights), *tables.shape[1:])

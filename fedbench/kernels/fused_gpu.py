@@ -100,9 +100,10 @@ def train(
     step = torch.arange(1, 1 + epochs * -(-longest // batch), dtype=torch.float64, device=user.device)
     pace = torch.stack([plan.lr / (1 - BETA1**step), (1 - BETA2**step).rsqrt()], dim=1).to(user.dtype)
     losses, steps = torch.zeros_like(user[:, 0]), torch.zeros_like(count, dtype=torch.int32)
-    _train_dot[(clients,)](
-        user, rows, torch.zeros_like(rows), torch.zeros_like(rows), codes, count.int(), touched.int(), pace, losses, steps,
-        clients, rows.shape[1], longest, epochs, batch, tolerance,
-        d=user.shape[1], D=triton.next_power_of_2(user.shape[1]), TILE=TILE, SAMPLES=SAMPLES, b1=BETA1, b2=BETA2, eps=EPSILON,
-    )  # fmt: skip
+    with torch.cuda.device_of(user):  # Triton launches on the current device, whatever the tensors' is
+        _train_dot[(clients,)](
+            user, rows, torch.zeros_like(rows), torch.zeros_like(rows), codes, count.int(), touched.int(), pace, losses, steps,
+            clients, rows.shape[1], longest, epochs, batch, tolerance,
+            d=user.shape[1], D=triton.next_power_of_2(user.shape[1]), TILE=TILE, SAMPLES=SAMPLES, b1=BETA1, b2=BETA2, eps=EPSILON,
+        )  # fmt: skip
     return losses, steps

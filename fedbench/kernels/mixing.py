@@ -15,6 +15,11 @@ BLOCK = 1 << 26
 """numbers a chunk of a large product may hold"""
 
 
+def in_float64(values: Tensor) -> Tensor:
+    """Numbers in double precision: where they are or, if that device has none (Apple's), on the host."""
+    return (values.cpu() if values.device.type == "mps" else values).double()
+
+
 def signatures(tables: Tensor) -> Tensor:
     """[S, M, d] -> [S, M]: each client's items along the first principal component of its table, the largest entry positive."""
     scores = (_scores_on_cpu if tables.device.type == "cpu" else _scores_in_chunks)(tables)
@@ -28,7 +33,7 @@ def _scores_in_chunks(tables: Tensor) -> Tensor:
     size = max(1, BLOCK // max(1, tables[0].numel()))
     for chunk, out in zip(tables.split(size), scores.split(size), strict=True):
         centred = chunk - chunk.mean(dim=1, keepdim=True)
-        direction = _direction((centred.transpose(1, 2) @ centred).double(), tables.dtype)
+        direction = _direction(in_float64(centred.transpose(1, 2) @ centred)).to(tables)
         out.copy_((centred @ direction.unsqueeze(-1)).squeeze(-1))
     return scores
 
@@ -38,15 +43,15 @@ def _scores_on_cpu(tables: Tensor) -> Tensor:
     mean, scores = tables.mean(dim=1), tables.new_empty(tables.shape[:2])
     covariance = torch.zeros(len(tables), tables.shape[2], tables.shape[2], dtype=torch.float64)
     _covariances(tables.numpy(), mean.numpy(), covariance.numpy())
-    _along(tables.numpy(), mean.numpy(), _direction(covariance, tables.dtype).numpy(), scores.numpy())
+    _along(tables.numpy(), mean.numpy(), _direction(covariance).to(tables.dtype).numpy(), scores.numpy())
     return scores
 
 
-def _direction(covariance: Tensor, dtype: torch.dtype) -> Tensor:
+def _direction(covariance: Tensor) -> Tensor:
     """[S, d, d] -> [S, d] the first principal components."""
     if not covariance.isfinite().all():
         raise NotFinite("an uploaded item table")
-    return torch.linalg.eigh(covariance).eigenvectors[:, :, -1].to(dtype)
+    return torch.linalg.eigh(covariance).eigenvectors[:, :, -1]
 
 
 @njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)

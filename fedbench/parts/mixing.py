@@ -14,6 +14,7 @@ from fedbench.contract.algorithm import Tensors
 from fedbench.contract.storage import Disk, Picked, filled
 from fedbench.contract.uploads import Rows, Uploads
 from fedbench.errors import FedbenchError, NotFinite, UsageError
+from fedbench.kernels.mixing import in_float64 as in_float64
 from fedbench.kernels.mixing import signatures as signatures
 
 
@@ -32,7 +33,7 @@ def similarity(vectors: Tensor, measure: str, own: slice = slice(None)) -> Tenso
 
     own: the rows that are asked for, if not all of them.
     """
-    vectors = vectors.double()
+    vectors = in_float64(vectors)
     if measure == "cos":
         unit = torch.nn.functional.normalize(vectors, dim=1)
         return unit[own] @ unit.T
@@ -78,7 +79,7 @@ def solve_weights(target: Tensor, solver: str, max_weight: float = 1.0) -> Tenso
         return project_to_simplex(target)
     problem, x, parameter = _problem(size, max_weight)
     rows = []
-    for row in target.double().cpu().numpy():
+    for row in target.cpu().double().numpy():
         parameter.value = row
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -78,7 +78,7 @@ class Failures:
             return uploads
         which, kind = drawn(uploads.clients.cpu().numpy(), seed, when, "corrupt").T
         kind = np.where(which < self.corrupt, (kind * 4).astype(np.int64), 4)
-        factor = torch.from_numpy(np.array([np.nan, np.inf, HUGE, 1.0, 1.0])[kind]).to(uploads.clients.device)
+        factor = torch.from_numpy(np.array([np.nan, np.inf, HUGE, 1.0, 1.0], np.float32)[kind]).to(uploads.clients.device)
         return replace(uploads.scaled(factor), unreadable=torch.from_numpy(kind == 3).to(uploads.clients.device))
 
     def screened(self, uploads: Uploads) -> Uploads:

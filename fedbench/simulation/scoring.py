@@ -96,7 +96,7 @@ class Evaluator:
             return None
         store = store.lend(clients)
         place = in_place(plan, clients.numpy(), answer, store, sent_users=sent)
-        ranked = np.arange(self.split.items)[None] if items is None else items.cpu().numpy()
+        ranked = np.arange(self.split.items)[None] if items is None else items.numpy()
         if place:
             return torch.from_numpy(fused.score(plan, place, ranked))
         if isinstance(plan, fused.NeuMFBCE):
@@ -135,25 +135,25 @@ class Evaluator:
         who = self.split.evaluated
         out = np.zeros((2, len(who)), np.int64)
         for clients, theirs, sent in self.groups(store, answer, self.split.items if full else 2 + 2 * self.split.test_candidates.shape[1]):
-            fresh = store.fresh(clients)
+            fresh, where = store.fresh(clients), clients.cpu().numpy()
             if fresh is not None and fresh.all() and not sent:
                 found = self._at_start(store, clients)[2 * full : 2 * full + 2]
             else:
-                found = (self._full if full else self._sampled)(store, theirs, clients, sent)
-            out[:, np.searchsorted(who, clients.cpu().numpy())] = found
+                found = (self._full if full else self._sampled)(store, theirs, clients, where, sent)
+            out[:, np.searchsorted(who, where)] = found
         return {"val": out[0], "test": out[1]}
 
-    def _sampled(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool) -> np.ndarray:
-        """[2, C] ranks of the validation and test items of these clients among the sampled candidates."""
-        split, where = self.split, clients.cpu().numpy()
+    def _sampled(self, store: ClientStore, answer: Answer, clients: Tensor, where: np.ndarray, sent: bool) -> np.ndarray:
+        """[2, C] ranks of the validation and test items of these clients among the sampled candidates; where: `clients` on the host."""
+        split = self.split
         lists = (split.val_item[where, None], split.val_candidates[where], split.test_item[where, None], split.test_candidates[where])
         items = torch.from_numpy(np.concatenate(lists, axis=1).astype(np.int64)).to(self.device)
         scores, width = self.scores(store, answer, clients, sent, items), 1 + split.val_candidates.shape[1]
         return torch.stack([ranks_among(scores[:, :width]), ranks_among(scores[:, width:])]).cpu().numpy()
 
-    def _full(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool) -> np.ndarray:
-        """The same among all items."""
-        return ranks_among_unseen(self.scores(store, answer, clients, sent), self.split, clients.cpu().numpy())
+    def _full(self, store: ClientStore, answer: Answer, clients: Tensor, where: np.ndarray, sent: bool) -> np.ndarray:
+        """[2, C] their ranks among all items."""
+        return ranks_among_unseen(self.scores(store, answer, clients, sent), self.split, where)
 
     def _at_start(self, store: ClientStore, clients: Tensor) -> np.ndarray:
         """[4, C] sampled and full ranks of clients that never took part and are sent nothing. They stay, so they are found once."""
@@ -162,8 +162,8 @@ class Evaluator:
         where = clients.numpy()
         new = clients[self.at_start[0, where] == 0]
         if len(new):
-            lent = store.lend(new)
-            self.at_start[:, new.numpy()] = np.concatenate([ranks(lent, Answer(), new, False) for ranks in (self._sampled, self._full)])
+            given = store.lend(new), Answer(), new, new.numpy(), False
+            self.at_start[:, new.numpy()] = np.concatenate([ranks(*given) for ranks in (self._sampled, self._full)])
         return self.at_start[:, where]
 
     def groups(
@@ -176,9 +176,10 @@ class Evaluator:
         everyone = torch.from_numpy(self.split.evaluated).to(self.device) if everyone is None else everyone
         if len(self.own) < self.split.clients:
             everyone = everyone[(everyone >= self.own.start) & (everyone < self.own.stop)]
-        levels = torch.from_numpy(sent_to(answer, everyone)).to(self.device)
+        levels = sent_to(answer, everyone)
         for level in (ALL, COMMON, NOTHING):
-            clients, sent = everyone[levels == level], level != NOTHING
+            at = torch.from_numpy(np.flatnonzero(levels == level)).to(self.device)  # no mask: a device would have to count it first
+            clients, sent = everyone[at], level != NOTHING
             fresh = store.fresh(clients)
             light = fresh is None and self.kernels and self.algorithm.fused_score(sent) is not None
             for some, rows in [(clients, width)] if fresh is None else [(clients[~fresh], width), (clients[fresh], self.split.items)]:
@@ -197,7 +198,7 @@ def ranks_among_unseen(scores: Tensor, split: Split, clients: np.ndarray) -> np.
 
 
 def _ranks_on_device(scores: Tensor, split: Split, clients: np.ndarray) -> np.ndarray:
-    out = np.empty((2, len(clients)), np.int64)
+    found = []
     row, item = (torch.from_numpy(part).to(scores.device) for part in training_pairs(split, clients))
     val, test = (torch.from_numpy(held[clients].astype(np.int64)).to(scores.device) for held in (split.val_item, split.test_item))
     for position, target in enumerate((val, test)):
@@ -206,5 +207,5 @@ def _ranks_on_device(scores: Tensor, split: Split, clients: np.ndarray) -> np.nd
         count.index_add_(0, row, -at_least[row, item].to(count.dtype))
         if position == 1 and not split.refit:
             count -= at_least.gather(1, val[:, None])[:, 0].to(count.dtype)
-        out[position] = count.cpu().numpy()
-    return out
+        found.append(count)
+    return torch.stack(found).cpu().numpy()
