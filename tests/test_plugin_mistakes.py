@@ -69,6 +69,20 @@ CLIENT = 'return {"user": draw.normal("user", self.dim) * 0.01}'
 AGGREGATE = "return {name: table + uploads.rows(name).combine(size, self.average) for name, table in server.items()}"
 SERVER = 'return {"items": items, "bias": torch.zeros_like(items[:, 0])}'
 
+HELPER = "def helper"
+OWN = """tables = {"items": SHARED, "bias": SHARED, "extra": "own"}
+
+    def init_client(self, world, draw):
+        return {"user": draw.normal("user", self.dim), "extra": draw.zeros(world.items, self.dim)}
+
+    """
+
+
+def more(head: str, body: str) -> str:
+    """A function more in the class, before its helper."""
+    return f"def {head}:\n        {body}\n\n    {HELPER}"
+
+
 # what is replaced, by what (`# HERE` marks the line that must be named), the function that must be named, and a part of what is said
 MISTAKES = {
     # ---- exceptions in its code
@@ -134,6 +148,60 @@ MISTAKES = {
     ),
     "a forgotten table": ('tables = {"items": SHARED, "bias": SHARED}', 'tables = {"items": SHARED}', "", "phases", "'bias': SHARED"),
     "no loss at all": ("def loss(self", "def my_own(self", "", "Mine", "Mine has no function loss"),
+    "keep without return": (HELPER, more("keep(self, held, sent)", "pass"), "", "keep", "returned None.*dict of tensors"),
+    "keep of a name that is not kept": (
+        HELPER,
+        more("keep(self, held, sent)", "return {'usr': held['user']}"),
+        "",
+        "keep",
+        "init_client does not make.*did you mean 'user'",
+    ),
+    "keep of another shape": (
+        HELPER,
+        more("keep(self, held, sent)", "return {'user': held['user'][:2]}"),
+        "",
+        "keep",
+        r"'user' as \[2\]; a client keeps \[16\]",
+    ),
+    "keep that loses a table": (
+        HELPER,
+        OWN + more("keep(self, held, sent)", "return {'user': held['user']}"),
+        "",
+        "keep",
+        "own table 'extra'",
+    ),
+    "receive that loses a table": (
+        HELPER,
+        OWN + more("receive(self, own, sent)", "return {'user': own['user'], **sent}"),
+        "",
+        "receive",
+        "own table 'extra'",
+    ),
+    "receive of another shape": (
+        HELPER,
+        OWN + more("receive(self, own, sent)", "return {**own, **sent, 'extra': own['extra'].sum(0)}"),
+        "",
+        "receive",
+        "'extra' as .*own has it as",
+    ),
+    "choose that says a client twice": (
+        HELPER,
+        more("choose(self, server, world, n, draw)", "return torch.zeros(2, dtype=torch.int64)"),
+        "",
+        "choose",
+        r"different client numbers from 0 to \d+",
+    ),
+    "choose of a list": (HELPER, more("choose(self, server, world, n, draw)", "return [1, 2]"), "", "choose", "not a list"),
+    "a reading of another shape": (
+        HELPER,
+        'scores = ("own",)\n\n    ' + more("score_own(self, own, sent)", "return own['user']"),
+        "",
+        "score_own",
+        r"shape \[16\]; expected \[\d+\]",
+    ),
+    "bits below 0": (HELPER, more("bits(self, world)", "return {'items': -1}"), "", "bits", "'items' is -1; expected a number"),
+    "bits of no name": (HELPER, more("bits(self, world)", "return {'itemz': 1}"), "", "bits", "did you mean 'items'"),
+    "bits in one number": (HELPER, more("bits(self, world)", "return 4"), "", "bits", "returned a int; expected a dict"),
     # ---- uploads
     "dense for rows": (AGGREGATE, "return {**server, 'items': uploads.dense('items').sum(0)}  # HERE", "", "aggregate", "uploads.rows"),
     "an unknown upload": (AGGREGATE, "uploads.rows('itemz')  # HERE", "", "aggregate", "no client uploads 'itemz'.*did you mean 'items'"),
@@ -142,6 +210,22 @@ MISTAKES = {
     # ---- the class
     "a misspelt hook": ("def aggregate(", "def agregate(", "", "agregate", "did you mean 'aggregate'"),
     "another misspelt hook": ("def init_client(", "def init_clients(", "", "init_clients", "did you mean 'init_client'"),
+    "a misspelt keep": (HELPER, more("keeps(self, held, sent)", "return held"), "", "keeps", "did you mean 'keep'"),
+    "a misspelt choose": (HELPER, more("chose(self, server, world, n, draw)", "return None"), "", "chose", "did you mean 'choose'"),
+    "a reading that nobody asks for": (
+        HELPER,
+        more("score_own(self, own, sent)", "return 1"),
+        "",
+        "score_own",
+        r"write scores = \('own',\)",
+    ),
+    "a reading with too few arguments": (
+        HELPER,
+        'scores = ("own",)\n\n    ' + more("score_own(self, own)", "return 1"),
+        "",
+        "score_own",
+        r"score_own\(self, own, sent\)",
+    ),
     "a misspelt setting": ("tables = {", "table = {", "", "table", "did you mean 'tables'"),
     "a hook with too few arguments": ("def score(self, own, sent)", "def score(self, own)", "", "score", r"score\(self, own, sent\)"),
     "a hook with too many": ("def upload(self, held, sent, samples)", "def upload(self, held, sent, samples, more)", "", "upload", "more"),

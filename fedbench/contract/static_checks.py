@@ -111,6 +111,9 @@ def _check_names(cls: type[Algorithm]) -> None:
         if name in inherited:
             continue
         if is_code:
+            reading = name.removeprefix("score_")
+            if name != reading and _are_words(cls.scores) and reading not in cls.scores and _parameters(thing) == ["own", "sent"]:
+                raise fault(cls, name, f"the engine calls no {name!r}, for scores does not name it; write scores = ({reading!r},)")
             _refuse_near_hook(cls, name, thing, hooks)
         elif name not in vars(cls).get("__annotations__", {}):
             slip = meant(name, facts)
@@ -140,9 +143,9 @@ def _parameters(thing: object) -> list[str]:
         return []
 
 
-def _check_hook(cls: type[Algorithm], name: str) -> None:
-    """What overrides a hook must take what the engine gives."""
-    mine, theirs = inspect.getattr_static(cls, name), vars(Algorithm)[name]
+def _check_hook(cls: type[Algorithm], name: str, like: str = "") -> None:
+    """What overrides a hook, or is called as the hook `like`, must take what the engine gives."""
+    mine, theirs = inspect.getattr_static(cls, name), vars(Algorithm)[like or name]
     if mine is theirs:
         return
     if isinstance(theirs, property):
@@ -179,6 +182,7 @@ def _check_facts(cls: type[Algorithm]) -> None:
     for name in cls.scores if _are_words(cls.scores) else ():
         if not callable(getattr(cls, f"score_{name}", None)):
             raise fault(cls, "scores", f"scores names {name!r}, but there is no function score_{name}(self, own, sent)")
+        _check_hook(cls, f"score_{name}", "score")
     for name in ("summed", "mailed", "scores"):
         if not _are_words(getattr(cls, name, ())):
             raise fault(cls, name, f"{name} must be a tuple of names, not {getattr(cls, name)!r}")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +24,8 @@ EXAMPLES = {
     "upload": '{"items": held["items"] - sent["items"]}',
     "aggregate": '{**server, "items": ...}',
     "solve": '{"user": ...}',
+    "keep": '{"user": held["user"]}',
+    "bits": '{"codes": 1}',
 }
 
 
@@ -34,15 +39,22 @@ class Seen:
     """of tensors that clients keep, are sent or hold"""
     kept: set[str] = field(default_factory=set)
     """of those that clients keep"""
+    shapes: dict[str, list[int]] = field(default_factory=dict)
+    """of what one client keeps, tables without their rows"""
     a_row_an_item: set[str] = field(default_factory=set)
     """of those that are no tables but have as many rows as there are items"""
+    bits: set[str] = field(default_factory=set)
+    """of those whose bits the method states"""
     losses: int = 0
 
 
 def checked(algorithm: Algorithm) -> tuple[Algorithm, Seen]:
     """The algorithm, looked at, and what was seen of it."""
     cls, seen = type(algorithm), Seen()
-    body: dict[str, Any] = {name: _watched(cls, name, check, seen) for name, check in CHECKS.items() if hasattr(cls, name)}
+    checks: dict[str, Callable[..., None]] = {**CHECKS, **{f"score_{name}": partial(_score, hook=f"score_{name}") for name in cls.scores}}
+    optional = ("keep", "choose", "bits")  # whether a class has one of its own is asked elsewhere too
+    named = [name for name in checks if hasattr(cls, name) and not (name in optional and getattr(cls, name) is getattr(Algorithm, name))]
+    body: dict[str, Any] = {name: _watched(cls, name, checks[name], seen) for name in named}
     twin = type(cls.__name__, (cls,), {**body, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
     made: Algorithm = object.__new__(twin)
     made.__dict__.update(algorithm.__dict__)
@@ -50,8 +62,10 @@ def checked(algorithm: Algorithm) -> tuple[Algorithm, Seen]:
 
 
 def look_back(algorithm: Algorithm, seen: Seen) -> None:
-    """What shows only when all is done: tables that nobody makes."""
+    """What shows only when all is done: tables and bits of what nobody makes."""
     cls = type(algorithm)
+    for name in sorted(seen.bits - seen.names):
+        raise fault(cls, "bits", f"bits names {name!r}, which neither answer nor upload gives{meant(name, seen.names)}")
     declared = next((base for base in cls.__mro__ if "tables" in vars(base)), Algorithm)
     if is_ours(declared) or not seen.names:
         return
@@ -165,6 +179,7 @@ def _init_client(cls: type[Algorithm], seen: Seen, given: Any, found: object) ->
             )
         _check_kind(cls, "init_client", name, value, draw)
         _check_rows(cls, seen, "init_client", name, value.shape[1:], world.items)
+        seen.shapes[name] = list(value.shape[2 if name in cls.tables else 1 :])
     seen.names |= set(found)  # type: ignore[call-overload]
     seen.kept |= set(found)  # type: ignore[call-overload]
 
@@ -197,7 +212,61 @@ def _answer(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None
 
 
 def _receive(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
-    seen.names |= set(_tensors(cls, "receive", found))
+    own, made = given[0], _tensors(cls, "receive", found)
+    refuse_lost_tables(cls, "receive", made)
+    for name in own.keys() & made.keys():
+        if name in cls.tables and made[name].shape != own[name].shape:
+            raise fault(cls, "receive", f"receive returned {name!r} as {list(made[name].shape)}; own has it as {list(own[name].shape)}")
+    seen.names |= set(made)
+
+
+def _keep(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
+    kept = _tensors(cls, "keep", found)
+    refuse_wrongly_kept(cls, kept, seen.kept)
+    for name in kept.keys() & seen.shapes.keys():
+        rows = list(given[0][name].shape[:1]) if name in cls.tables and name in given[0] else []
+        if list(kept[name].shape) != rows + seen.shapes[name]:
+            raise fault(cls, "keep", f"keep returned {name!r} as {list(kept[name].shape)}; a client keeps {rows + seen.shapes[name]} here")
+
+
+def refuse_lost_tables(cls: type[Algorithm], hook: str, found: Mapping[str, Tensor]) -> None:
+    """Raise PluginError unless what `receive` or `keep` returns has all tables that clients keep."""
+    for name, keeper in cls.tables.items():
+        if keeper == OWN and name not in found:
+            what = {"receive": f"own[{name!r}]", "keep": "its rows"}[hook]
+            raise fault(cls, hook, f"{hook} must return the own table {name!r}{meant(name, found)}: {what}, or what becomes of it")
+
+
+def refuse_wrongly_kept(cls: type[Algorithm], found: Mapping[str, Tensor], made: Collection[str]) -> None:
+    """Raise PluginError unless `keep` returns tensors that init_client `made`, own tables among them."""
+    for name in found:
+        if name not in made:
+            hint = meant(name, made) or "; make it there too, or leave it out"
+            raise fault(cls, "keep", f"keep returns {name!r}, which init_client does not make{hint}")
+    refuse_lost_tables(cls, "keep", found)
+
+
+def _choose(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
+    if found is not None:
+        chosen_cohort(cls, found, given[2], given[1].clients)
+
+
+def chosen_cohort(cls: type[Algorithm], chosen: object, n: int, clients: int) -> np.ndarray:
+    """The client numbers that `choose` returned, ascending; PluginError if they cannot be a cohort."""
+    found = np.unique(chosen.cpu().numpy()) if isinstance(chosen, Tensor) and chosen.dim() == 1 else np.zeros(0)
+    sound = isinstance(chosen, Tensor) and found.dtype == np.int64 and len(found) == len(chosen) and 0 < len(found) <= n
+    if not sound or found[0] < 0 or found[-1] >= clients:
+        raise fault(cls, "choose", f"choose must return up to {n} different client numbers from 0 to {clients - 1}, not {_kind(chosen)}")
+    return found
+
+
+def _bits(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
+    if not isinstance(found, Mapping):
+        raise fault(cls, "bits", f"bits returned {_kind(found)}; expected a dict from names to numbers, such as {EXAMPLES['bits']}")
+    for name, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
+            raise fault(cls, "bits", f"bits of {name!r} is {value!r}; expected a number, 0 or more")
+    seen.bits |= set(found)
 
 
 def _phases(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
@@ -290,13 +359,13 @@ def _aggregate(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> N
         )
 
 
-def _score(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
+def _score(cls: type[Algorithm], seen: Seen, given: Any, found: object, hook: str = "score") -> None:
     rows = next((given_[name].shape[0] for given_ in given[:2] for name in cls.tables if name in given_), None)
     expected = f"[{rows}], a number for each of the {rows} items" if rows is not None else "[K], a number for each item"
     if not isinstance(found, Tensor):
-        raise fault(cls, "score", f"score returned {_kind(found)}; expected a tensor of shape {expected}")
+        raise fault(cls, hook, f"{hook} returned {_kind(found)}; expected a tensor of shape {expected}")
     if found.dim() != 1 or (rows is not None and len(found) != rows):
-        raise fault(cls, "score", f"score returned shape {list(found.shape)}; expected {expected}")
+        raise fault(cls, hook, f"{hook} returned shape {list(found.shape)}; expected {expected}")
 
 
 CHECKS: dict[str, Callable[..., None]] = {
@@ -309,7 +378,10 @@ CHECKS: dict[str, Callable[..., None]] = {
     "loss": _loss,
     "solve": _solve,
     "upload": _upload,
+    "keep": _keep,
     "aggregate": _aggregate,
+    "choose": _choose,
+    "bits": _bits,
     "score": _score,
 }
 """what is looked at in each function's answer"""

@@ -23,10 +23,10 @@ from fedbench.contract.algorithm import SHARED, Algorithm, Answer, Batch, Stage,
 from fedbench.contract.randomness import keys
 from fedbench.contract.uploads import Rows, Uploads
 from fedbench.data.sampling import Samples
-from fedbench.errors import UsageError
 from fedbench.kernels import fused
 from fedbench.parts import ridge
 from fedbench.simulation import kernel_check
+from fedbench.simulation.answers_checked import refuse_lost_tables, refuse_wrongly_kept
 from fedbench.simulation.blocks import Block, Spare, blocks, host_type, moved, pack
 from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.generic import Progress, new_state, step, vmapped
@@ -269,19 +269,13 @@ class Engine:
         if merged and before is not None and not before.tensors:  # all that receive makes is in the store by now
             return own
         held = vmapped(algorithm.receive, before.rows(block, algorithm) if merged and before is not None else own, sent)
-        for name in algorithm.own_tables:
-            if name not in held:
-                raise UsageError(f"{algorithm.name}: receive must return the own table {name!r}: own[{name!r}], or what becomes of it")
+        refuse_lost_tables(type(algorithm), "receive", held)
         return {**held, **{name: own[name] for name in algorithm.own_tables}} if merged else held
 
     def write_back(self, block: Block, kept: Tensors, store: ClientStore) -> None:
         """What clients keep goes into the store: touched rows of own tables, everything else whole."""
         if type(self.algorithm).keep is not Algorithm.keep:
-            for name in kept.keys() - store.tensors.keys():
-                raise UsageError(f"{self.algorithm.name}: keep returns {name!r}, which init_client does not make")
-            for name in self.algorithm.own_tables:
-                if name not in kept:
-                    raise UsageError(f"{self.algorithm.name}: keep must return the own table {name!r}: its rows, or sent or received ones")
+            refuse_wrongly_kept(type(self.algorithm), kept, store.tensors)
         for name in store.tensors.keys() & kept.keys():
             if name in self.algorithm.tables:
                 client = store.place(block.clients)[:, None].expand_as(block.rows).reshape(-1)[block.valid]

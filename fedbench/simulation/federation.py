@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fedbench.contract.algorithm import Algorithm, Answer, Tensors, World
 from fedbench.contract.central import Central, Pool
-from fedbench.contract.plugin_errors import fault
 from fedbench.contract.randomness import Draw
 from fedbench.contract.storage import Disk, Picked, at_once, filled
 from fedbench.contract.uploads import Uploads
@@ -22,6 +21,7 @@ from fedbench.data.sampling import Samples, cohort_of, pool_of, sample_round
 from fedbench.data.split import TRAIN, Split
 from fedbench.errors import FedbenchError, NotFinite, UsageError
 from fedbench.simulation import kernel_check, workers
+from fedbench.simulation.answers_checked import chosen_cohort
 from fedbench.simulation.channel import Hop, Trip, channel, ordered
 from fedbench.simulation.client_store import ClientStore, fits, room_for
 from fedbench.simulation.engine import Engine, Round
@@ -120,11 +120,7 @@ class Federation:
             return None
         if self.split.role is not None:
             raise UsageError(f"{a.name} chooses its clients itself, which --split users does not let it; use another split")
-        cohort = np.unique(chosen.cpu().numpy()) if isinstance(chosen, Tensor) and chosen.dim() == 1 else np.zeros(0)
-        sound = cohort.dtype == np.int64 and len(cohort) == len(chosen) and 0 < len(cohort) <= n
-        if not sound or cohort[0] < 0 or cohort[-1] >= world.clients:
-            raise fault(type(a), "choose", f"choose must return up to {n} different client numbers from 0 to {world.clients - 1}")
-        return cohort
+        return chosen_cohort(type(a), chosen, n, world.clients)
 
     def samples(self, when: int, cohort: np.ndarray | None = None) -> Samples:
         """What the chosen clients, or those given, train on in a round."""

@@ -84,6 +84,7 @@ def rehearse(algorithm: Algorithm, dtype: torch.dtype, clients: int, items: int)
     for _ in range(2):
         federation.next_round()
         federation.outcome()
+        federation.readings()
     look_back(algorithm, seen)
 
 
