@@ -283,6 +283,7 @@ def test_without_a_mistake_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture
     out = tmp_path / "out"
     summary, config = (json.loads((out / name).read_text()) for name in ("summary.json", "config.json"))
     assert (out / "plugin.py").read_text() == GOOD and summary["plugin_sha256"] == hashlib.sha256(GOOD.encode()).hexdigest()
+    assert json.loads((out / "env.json").read_text())["plugin_sha256"] == summary["plugin_sha256"]
     assert summary["algo"] == "mine" and config["algo"] == str(tmp_path / "plug_in.py")
     code, said = started(tmp_path, GOOD + "# another\n", capsys)
     assert code == 2 and "has changed" in said

@@ -119,9 +119,10 @@ class RunLog:
                 raise FileExistsError
             write_json(out / "config.json", config)
             before: dict[str, Any] = read_json(out / "env.json") if resume else {}
+            plugin = {key: value for key, value in tags.items() if key.startswith("plugin_")}
             kept: dict[str, Any] = {key: before[key] for key in ("mlflow_run_id", "run_key") if is_id(before.get(key))}
             # the key is on disk before MLflow hears of the run, so that one killed at any moment finds its copy again
-            env: dict[str, Any] = {**environment(), "process": mirror_process.who(), "run_key": uuid.uuid4().hex, **kept}
+            env: dict[str, Any] = {**environment(), **plugin, "process": mirror_process.who(), "run_key": uuid.uuid4().hex, **kept}
             write_json(out / "env.json", env)
             log_file = attach_log_file(out)
         except FileExistsError:
