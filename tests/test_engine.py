@@ -28,7 +28,7 @@ from fedbench.data.sampling import Samples, sample_round
 from fedbench.kernels.fused import DotBCE, share_out
 from fedbench.kernels.shuffling import orders
 from fedbench.simulation import client_store as store_file
-from fedbench.simulation.blocks import Block, Spare, blocks, pack
+from fedbench.simulation.blocks import ArrayPool, Block, blocks, pack
 from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.engine import Engine
 from fedbench.simulation.federation import Federation
@@ -384,19 +384,19 @@ def test_a_gpu_kernel_is_given_no_plan_that_it_would_do_wrong(given: dict[str, A
 
 
 def test_room_is_used_again_once_nobody_holds_it() -> None:
-    spare = Spare()
-    first = spare.empty("change", 320, np.float32)
-    held = torch.from_numpy(spare.empty("change", 320, np.float32))
+    pool = ArrayPool()
+    first = pool.empty("change", 320, np.float32)
+    held = torch.from_numpy(pool.empty("change", 320, np.float32))
     assert first.shape == (320,) and not np.shares_memory(first, held.numpy())
-    assert not np.shares_memory(first, spare.empty("row", 320, np.float32)), "another purpose has arrays of its own"
+    assert not np.shares_memory(first, pool.empty("row", 320, np.float32)), "another purpose has arrays of its own"
     place = first.ctypes.data
     del first
-    again = spare.empty("change", 340, np.float32)
+    again = pool.empty("change", 340, np.float32)
     assert again.ctypes.data == place and again.shape == (340,)
-    assert not np.shares_memory(spare.empty("change", 40, np.float32), again), "two are held: a third is made"
-    assert spare.empty("change", 40, np.float64).dtype == np.float64 and len(spare.kept["change"]) <= 2
+    assert not np.shares_memory(pool.empty("change", 40, np.float32), again), "two are held: a third is made"
+    assert pool.empty("change", 40, np.float64).dtype == np.float64 and len(pool.kept["change"]) <= 2
     held[:] = 1
-    assert not np.shares_memory(spare.empty("change", 320, np.float32), held.numpy())
+    assert not np.shares_memory(pool.empty("change", 320, np.float32), held.numpy())
 
 
 def test_samples_that_are_held_stay_as_they_are() -> None:

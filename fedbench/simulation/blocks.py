@@ -142,7 +142,7 @@ def host_type(dtype: torch.dtype) -> type:
     return np.float64 if dtype == torch.float64 else np.float32
 
 
-class Spare:
+class ArrayPool:
     """Arrays of a round, used again once nobody holds them: memory fresh from the system costs a fault for every page."""
 
     def __init__(self) -> None:

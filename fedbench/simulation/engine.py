@@ -27,7 +27,7 @@ from fedbench.kernels import fused
 from fedbench.parts import ridge
 from fedbench.simulation import kernel_check
 from fedbench.simulation.answers_checked import refuse_lost_tables, refuse_wrongly_kept
-from fedbench.simulation.blocks import Block, Spare, blocks, host_type, moved, pack
+from fedbench.simulation.blocks import ArrayPool, Block, blocks, host_type, moved, pack
 from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.generic import Progress, new_state, step, vmapped
 from fedbench.simulation.own_tables import Before, merge, move_untouched, upload_whole, uploads_as_stored
@@ -88,7 +88,7 @@ class Engine:
         on_gpu = device.startswith("cuda") and importlib.util.find_spec("triton") is not None
         self.gpu_kernels: Any = gpu_kernels() if speaks and (kernel == "triton" or (kernel == "auto" and on_gpu)) else None
         self.block_rows = block_rows or rows_that_fit(algorithm.dim, device)
-        self.spare = Spare()
+        self.pool = ArrayPool()
         compiles = on_gpu if compile is None else compile
         self.step: Callable[..., Any] = torch.compile(step, dynamic=True) if compiles else step
         self.compared: set[str] | None = set()
@@ -103,7 +103,7 @@ class Engine:
     def twin(self, kernels: bool, dtype: torch.dtype | None = None) -> Engine:
         """One of two engines that are compared: with kernels or without, in arrays of its own, never compiled."""
         other = copy.copy(self)
-        other.compared, other.spare, other.step = None, Spare(), partial(step, gradients=kernel_check.gradients)
+        other.compared, other.pool, other.step = None, ArrayPool(), partial(step, gradients=kernel_check.gradients)
         other.dtype = dtype or self.dtype
         if not kernels:
             other.kernels, other.gpu_kernels = False, None
@@ -164,7 +164,7 @@ class Engine:
         change: np.ndarray | None = None
         if not a.own_tables:
             width = next(place[1].tables.shape[2] for place in places.values() if place)
-            change = self.spare.empty("change", len(samples.row) * width, host_type(self.dtype)).reshape(-1, width)
+            change = self.pool.empty("change", len(samples.row) * width, host_type(self.dtype)).reshape(-1, width)
         for some, place in places.items():
             assert place is not None
             plan, clients = place

@@ -126,7 +126,7 @@ class Federation:
         """What the chosen clients, or those given, train on in a round."""
         cohort = self.chosen(when) if cohort is None else cohort
         extra = self.algorithm.extra(when)
-        return sample_round(self.split, cohort, extra.each, self.seed, when, extra.rating, empty=self.engine.spare.empty)
+        return sample_round(self.split, cohort, extra.each, self.seed, when, extra.rating, empty=self.engine.pool.empty)
 
     def next_round(self) -> Round:
         """One communication round; the uploads that come back are those that the server saw.
