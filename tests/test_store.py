@@ -20,7 +20,7 @@ from fedbench.algorithms.local import Local
 from fedbench.commands import cli
 from fedbench.contract.algorithm import Algorithm, World
 from fedbench.contract.randomness import Draw
-from fedbench.contract.storage import Disk, Memory, Picked
+from fedbench.contract.storage import Disk, Memory, RowView
 from fedbench.errors import FedbenchError
 from fedbench.experiment import checkpoint, kept_model, run_state, saved_model
 from fedbench.experiment.summary import Best
@@ -152,7 +152,7 @@ def test_a_checkpoint_has_only_those_that_took_part(tmp_path: Path) -> None:
     federation = started(FEDEM, tmp_path)
     federation.next_round()
     picked = federation.state()["client/items"]
-    assert isinstance(picked, Picked) and picked.shape == (7, federation.split.items, 8)
+    assert isinstance(picked, RowView) and picked.shape == (7, federation.split.items, 8)
     run_state.save(tmp_path, federation, Best(), RunConfig(algo="fedem", algorithm=FEDEM, dataset="synthetic"))
     saved = checkpoint.read(tmp_path, "round-1").tensors("cpu")
     assert torch.equal(saved["clients"], torch.from_numpy(np.flatnonzero(federation.visits)))

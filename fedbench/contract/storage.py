@@ -87,7 +87,7 @@ class Disk(Memory):
 
 
 @dataclass(frozen=True)
-class Picked:
+class RowView:
     """Rows of a tensor that is too large to gather them all at once."""
 
     tensor: Tensor

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fedbench import files
-from fedbench.contract.storage import Picked
+from fedbench.contract.storage import RowView
 from fedbench.errors import FedbenchError
 
 FOLDER = "checkpoint"
@@ -76,7 +76,7 @@ class Saved(Mapping[str, Tensor]):
         return len(self.names)
 
 
-def save(out: Path, name: str, facts: dict[str, Any], tensors: Mapping[str, Tensor | Picked]) -> int:
+def save(out: Path, name: str, facts: dict[str, Any], tensors: Mapping[str, Tensor | RowView]) -> int:
     """Write the state `name` of the run in `out`; returns its size in bytes. Other states are not touched."""
     folder = out / FOLDER
     try:
@@ -100,7 +100,7 @@ def save(out: Path, name: str, facts: dict[str, Any], tensors: Mapping[str, Tens
         ) from error
 
 
-def save_round(out: Path, round_: int, facts: dict[str, Any], tensors: Mapping[str, Tensor | Picked]) -> None:
+def save_round(out: Path, round_: int, facts: dict[str, Any], tensors: Mapping[str, Tensor | RowView]) -> None:
     """Write the state after a round, once metrics.jsonl is on disk, and keep the last two."""
     if (out / "metrics.jsonl").exists():
         _sync(out / "metrics.jsonl")
@@ -169,7 +169,7 @@ def read(out: Path, name: str) -> State:
         raise FedbenchError(f"{path} cannot be read ({_why(error)})") from None
 
 
-def save_file(tensors: Mapping[str, Tensor | Picked], path: Path) -> str:
+def save_file(tensors: Mapping[str, Tensor | RowView], path: Path) -> str:
     """Write a safetensors file, rows of stores chunk by chunk; returns its SHA-256.
 
     The format: the length of the header (8 bytes), the header in JSON with every tensor's offsets, then the numbers.
@@ -199,7 +199,7 @@ def save_file(tensors: Mapping[str, Tensor | Picked], path: Path) -> str:
     return digest.hexdigest()
 
 
-def _dtype(value: Tensor | Picked) -> torch.dtype:
+def _dtype(value: Tensor | RowView) -> torch.dtype:
     return value.dtype if isinstance(value, Tensor) else value.tensor.dtype
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from fedbench.contract.algorithm import Tensors
-from fedbench.contract.storage import Disk, Picked
+from fedbench.contract.storage import Disk, RowView
 from fedbench.experiment import checkpoint
 from fedbench.experiment.run_state import state_facts, with_prefix
 from fedbench.experiment.summary import Best
@@ -75,7 +75,7 @@ def state_bytes(federation: Federation) -> int:
     return shared + federation.split.clients * federation.store.client_bytes * (2 if federation.algorithm.mailed else 1)
 
 
-def copied(tensors: Mapping[str, Tensor | Picked], onto: Mapping[str, Tensor] | None = None) -> Tensors:
+def copied(tensors: Mapping[str, Tensor | RowView], onto: Mapping[str, Tensor] | None = None) -> Tensors:
     """A copy of the tensors, into those of `onto` that have the same shape and dtype."""
     copies = {}
     for name, value in tensors.items():
@@ -123,7 +123,7 @@ def keep_model(out: Path, federation: Federation, best: Best, config: RunConfig)
 
 
 def write(
-    out: Path, name: str, state: Mapping[str, Tensor | Picked], federation: Federation, round_: int, best: Best, config: RunConfig
+    out: Path, name: str, state: Mapping[str, Tensor | RowView], federation: Federation, round_: int, best: Best, config: RunConfig
 ) -> int:
     """Write the whole state under `name`, on worker 0; returns its size in bytes."""
     tensors, facts = gather_state(state, federation), state_facts(federation, config) | {"round": round_, "best_round": best.round}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedbench.contract.algorithm import Tensors
-from fedbench.contract.storage import Disk, Picked, filled
+from fedbench.contract.storage import Disk, RowView, filled
 from fedbench.contract.uploads import Rows, Uploads
 from fedbench.errors import FedbenchError, NotFinite, UsageError
 from fedbench.kernels.mixing import in_float64 as in_float64
@@ -119,7 +119,7 @@ def delivered(server: Tensors, name: str, value: Tensor, to: Tensor, uploads: Up
     free = torch.ones(len(before), dtype=torch.bool)
     free[server["slot"][server["slot"] >= 0]] = False  # nothing of the server before is overwritten: the step may be taken again
     if free.sum() < len(to):
-        before = filled(uploads.room, len(slot) + len(uploads.clients), Picked(before, rows, uploads.room).chunks())
+        before = filled(uploads.room, len(slot) + len(uploads.clients), RowView(before, rows, uploads.room).chunks())
         rows, free = torch.arange(len(who)), torch.arange(len(before)) >= len(who)
     new = free.nonzero()[: len(to), 0]
     uploads.room.reserve(before, new.numpy())

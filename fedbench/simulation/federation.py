@@ -15,7 +15,7 @@ from torch import Tensor
 from fedbench.contract.algorithm import Algorithm, Answer, Tensors, World
 from fedbench.contract.central import Central, Pool
 from fedbench.contract.randomness import Draw
-from fedbench.contract.storage import Disk, Picked, at_once, filled
+from fedbench.contract.storage import Disk, RowView, at_once, filled
 from fedbench.contract.uploads import Uploads
 from fedbench.data.sampling import Samples, cohort_of, pool_of, sample_round
 from fedbench.data.split import TRAIN, Split
@@ -223,20 +223,20 @@ class Federation:
         """Whether ranks that share the run have a part each of what `state` calls so."""
         return name == "clients" or name.startswith("client/") or name.removeprefix("server/") in self.algorithm.mailed
 
-    def state(self) -> dict[str, Tensor | Picked]:
+    def state(self) -> dict[str, Tensor | RowView]:
         """What the server and all clients hold, by name; not copied. On disk: what the `clients` hold that have taken part."""
-        server: dict[str, Tensor | Picked] = {f"server/{name}": value for name, value in self.server.items()}
+        server: dict[str, Tensor | RowView] = {f"server/{name}": value for name, value in self.server.items()}
         room, kept = self.store.room, self.store.kept
         if kept is None:
             return server | {f"client/{name}": value for name, value in self.store.tensors.items()}
         for name in self.algorithm.mailed if "slot" in self.server else ():
             slot = self.server["slot"]
             has = slot >= 0
-            server[f"server/{name}"] = Picked(self.server[name], slot[has], room)
+            server[f"server/{name}"] = RowView(self.server[name], slot[has], room)
             server["server/slot"] = torch.where(has, has.cumsum(0) - 1, -1)
         clients = torch.from_numpy(np.flatnonzero(kept))
         rows = self.store.place(clients)
-        return server | {"clients": clients} | {f"client/{name}": Picked(value, rows, room) for name, value in self.store.tensors.items()}
+        return server | {"clients": clients} | {f"client/{name}": RowView(value, rows, room) for name, value in self.store.tensors.items()}
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over what `state` gave; names and shapes of what clients hold must be those of this federation."""

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from fedbench.contract.algorithm import Tensors
-from fedbench.contract.storage import Picked
+from fedbench.contract.storage import RowView
 from fedbench.simulation import workers
 from fedbench.simulation.federation import Federation
 
 
-def gather_state(state: Mapping[str, Tensor | Picked], federation: Federation) -> dict[str, Tensor | Picked]:
+def gather_state(state: Mapping[str, Tensor | RowView], federation: Federation) -> dict[str, Tensor | RowView]:
     """The full state on worker 0. Rows that lie in files are not copied: they are streamed from their worker while worker 0 writes."""
     if workers.count() == 1:
         return dict(state)
@@ -29,9 +29,9 @@ def gather_state(state: Mapping[str, Tensor | Picked], federation: Federation) -
     return {**state, **gathered, **workers.streamed(rows_in_files(state))}
 
 
-def rows_in_files(state: Mapping[str, Tensor | Picked]) -> dict[str, Picked]:
+def rows_in_files(state: Mapping[str, Tensor | RowView]) -> dict[str, RowView]:
     """The tensors of a state that worker 0 reads in chunks from the worker that has them."""
-    return {name: value for name, value in state.items() if isinstance(value, Picked)}
+    return {name: value for name, value in state.items() if isinstance(value, RowView)}
 
 
 def scatter_state(read: Callable[[], Mapping[str, Tensor]], federation: Federation) -> Mapping[str, Tensor]:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fedbench.contract import plugin_errors
 from fedbench.contract.algorithm import Tensors
-from fedbench.contract.storage import Memory, Picked, at_once
+from fedbench.contract.storage import Memory, RowView, at_once
 from fedbench.contract.uploads import Rows, Tables, Uploads
 from fedbench.errors import DataError, FedbenchError, NotFinite, UsageError
 from fedbench.kernels.mixing import BLOCK
@@ -239,7 +239,7 @@ def agree(what: str, word: Callable[[], str]) -> None:
             raise UsageError(f"worker {worker} has {what} than worker 0 ({other}, not {words[0]}); give all machines the same")
 
 
-def broadcast(work: Callable[[], Any], streamed: Sequence[Picked] = ()) -> Any:
+def broadcast(work: Callable[[], Any], streamed: Sequence[RowView] = ()) -> Any:
     """What `work` returns on worker 0, where alone it runs; values of JSON. Meanwhile the others send it the rows of `StreamedRows`."""
     return gather(lambda: _run_served(work, len(streamed)) if is_first() else _serve_rows(streamed))[0]
 
@@ -254,7 +254,7 @@ def _run_served(work: Callable[[], Any], streamed: int) -> Any:
                 dist.send(torch.tensor([-1, 0, 0]), worker)
 
 
-def _serve_rows(streamed: Sequence[Picked]) -> None:
+def _serve_rows(streamed: Sequence[RowView]) -> None:
     """Send worker 0 the rows that it asks for, until it asks for none."""
     while streamed:
         asked = torch.empty(3, dtype=torch.int64)
@@ -268,7 +268,7 @@ def _serve_rows(streamed: Sequence[Picked]) -> None:
 
 
 @dataclass(frozen=True)
-class StreamedRows(Picked):
+class StreamedRows(RowView):
     """Rows of all workers, in the workers' order, read on worker 0 in chunks while the others serve theirs (see `broadcast`)."""
 
     counts: Sequence[int] = ()
@@ -294,7 +294,7 @@ class StreamedRows(Picked):
                 yield chunk
 
 
-def streamed(pieces: Mapping[str, Picked]) -> dict[str, Picked]:
+def streamed(pieces: Mapping[str, RowView]) -> dict[str, RowView]:
     """Pieces that hold the rows of all workers, for worker 0 to read; names and their order must be equal on all workers."""
     if not pieces:
         return {}
@@ -398,9 +398,9 @@ def scatter_rows(work: Callable[[], Tensor], device: str, own: range | list[int]
         whole = work() if is_first() else whole
         return [str(whole.dtype), list(whole.shape), {"from": own.start, "to": own.stop} if isinstance(own, range) else own]
 
-    def part_of(rows: dict[str, int] | list[int] | None) -> Tensor | Picked:
+    def part_of(rows: dict[str, int] | list[int] | None) -> Tensor | RowView:
         if isinstance(rows, list):
-            return Picked(whole, torch.tensor(rows, dtype=torch.int64, device=whole.device), Memory())
+            return RowView(whole, torch.tensor(rows, dtype=torch.int64, device=whole.device), Memory())
         return whole if rows is None else whole[rows["from"] : rows["to"]]
 
     words = gather(facts)
@@ -428,11 +428,11 @@ def scatter_rows(work: Callable[[], Tensor], device: str, own: range | list[int]
     return part
 
 
-def in_chunks(value: Tensor | Picked) -> Iterator[Tensor]:
+def in_chunks(value: Tensor | RowView) -> Iterator[Tensor]:
     """Its rows in chunks of bounded size; nothing if it is empty."""
     if not math.prod(value.shape):
         return
-    if isinstance(value, Picked):
+    if isinstance(value, RowView):
         yield from value.chunks()
     else:
         yield from value.split(at_once(value)) if value.dim() else [value]
