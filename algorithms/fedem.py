@@ -102,7 +102,7 @@ class FedEM(Algorithm):
         "train_user": "always",
     }
     tables = {"items": OWN}
-    mailed = ("tables",)
+    per_client_server_state = ("tables",)
     choices = {
         **Algorithm.choices,
         "merge": MERGES,

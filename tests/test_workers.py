@@ -135,13 +135,13 @@ def worker_main() -> None:
 
 
 def digest(federation: Federation) -> str:
-    """Of what is the same for all clients; each worker has the mail of its own."""
-    mailed, server = federation.algorithm.mailed, federation.server
-    for name in mailed if server else ():
+    """Of what is the same for all clients; each worker has the per-client rows of its own."""
+    kept, server = federation.algorithm.per_client_server_state, federation.server
+    for name in kept if server else ():
         others = np.setdiff1d(np.arange(federation.split.clients), np.array(federation.store.clients))
         mapped = isinstance(federation.store.room, Disk)  # a sparse file, which is longer than what it holds
         assert (server["slot"][others] == -1).all() and (mapped or len(server[name]) <= max(1, len(federation.store.clients)))
-    names = sorted(server.keys() - {*mailed, "slot"} if mailed else server)
+    names = sorted(server.keys() - {*kept, "slot"} if kept else server)
     return hashlib.sha256(b"".join(server[name].numpy().tobytes() for name in names)).hexdigest()
 
 
@@ -184,7 +184,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
 
 
 def model_of(out: Path) -> Tensors:
-    """What is kept of a run; of what is mailed the row of each client that has one, in their order."""
+    """What is kept of a run; of per-client server state the row of each client that has one, in their order."""
     state = dict(checkpoint.read(out, checkpoint.MODEL).tensors("cpu"))
     if "server/tables" in state:
         state["server/tables"] = state["server/tables"][state["server/slot"][state["server/slot"] >= 0]]
@@ -249,7 +249,7 @@ def test_three_workers_and_mail_that_waits_for_another_number_of_them(tmp_path: 
 
 
 def test_clients_in_files_of_any_number_of_workers(tmp_path: Path) -> None:
-    """Each worker's clients and mail lie in a file of its own; checkpoints go from two workers to three, and to memory and back."""
+    """Each worker's clients and what the server keeps for them lie in a file of its own; checkpoints go from two workers to three, and to memory and back."""
     words, out = f"{KILLED} --agg-ratio 0.5", tmp_path / "again"
     assert cli.main([*f"{words} --client-store mmap".split(), "--out", str(tmp_path / "steady")]) == 0
     for size, where, killed_at in ((2, "mmap", 4), (3, "mmap", 6), (2, "ram", 8)):

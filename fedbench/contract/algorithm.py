@@ -225,9 +225,9 @@ class Algorithm:
     """what `--recipe published` sets: the paper's own switches and hyper-parameters"""
     summed: ClassVar[tuple[str, ...]] = ()
     """uploads (no tables) that the server may see only as a sum over the cohort, by secure aggregation; see fedbench/parts/secure_sum.py"""
-    mailed: ClassVar[tuple[str, ...]] = ()
-    """the server's tensors that hold something for each of many clients: row `server["slot"][u]` is client u's, see aggregate.delivered.
-    Where ranks share a run, each has its own clients'"""
+    per_client_server_state: ClassVar[tuple[str, ...]] = ()
+    """names of server tensors that hold one row a client, such as FedEM's mixtures: client u's is row `server["slot"][u]`, see
+    `delivered` in fedbench/parts/mixing.py. Workers that share a run keep only the rows of their own clients"""
     usual_cohort: ClassVar[int | None] = None
     """clients a round if --clients-per-round is not given: so many, or all if they are fewer; all if None"""
     reconstructs: ClassVar[bool] = False

@@ -72,7 +72,7 @@ def state_bytes(federation: Federation) -> int:
     """The size of the whole state once every client has taken part and been answered."""
     tensors = {name: value for name, value in federation.state().items() if isinstance(value, Tensor)}
     shared = sum(value.numel() * value.element_size() for name, value in tensors.items() if not federation.is_own(name))
-    return shared + federation.split.clients * federation.store.client_bytes * (2 if federation.algorithm.mailed else 1)
+    return shared + federation.split.clients * federation.store.client_bytes * (2 if federation.algorithm.per_client_server_state else 1)
 
 
 def copied(tensors: Mapping[str, Tensor | RowView], onto: Mapping[str, Tensor] | None = None) -> Tensors:

@@ -67,7 +67,7 @@ def check_mps(config: RunConfig) -> None:
     """Refuse what an Apple GPU cannot do, for it has no float64, and say what it lacks."""
     if config.dtype == "float64":
         raise UsageError("--device mps: Apple GPUs have no float64; use --dtype float32 or --device cpu")
-    if config.algorithm.mailed:
+    if config.algorithm.per_client_server_state:
         raise UsageError(f"--device mps: {config.algo} compares clients in float64, which Apple GPUs do not have; use --device cpu")
     log.warning("--device mps is not tested, has no compiled kernels and no float64; --device cpu is faster for most methods here")
 

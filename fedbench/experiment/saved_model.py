@@ -212,7 +212,7 @@ def checked(folder: Path, made: RunConfig, split: Split, state: checkpoint.State
             check_form(tensors[f"client/{name}"], (len(clients), *value.shape[1:]), value.dtype)
         for name, value in algorithm.init_server(world, draw).items():
             check_form(tensors[f"server/{name}"], tuple(value.shape), value.dtype)
-        for name in algorithm.mailed:
+        for name in algorithm.per_client_server_state:
             slot, mail = tensors.get("server/slot"), tensors.get(f"server/{name}")
             if slot is not None and mail is not None and (slot.shape != (split.clients,) or not -1 <= slot.min() <= slot.max() < len(mail)):
                 raise ValueError(f"slot leads outside of {name}")

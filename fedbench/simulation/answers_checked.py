@@ -120,7 +120,7 @@ def _refuse_changed(cls: type[Algorithm], name: str, before: Mapping[str, tuple[
     if before == after:
         return
     key = next(key for key in {**before, **after} if before.get(key) != after.get(key))
-    if key in cls.mailed or "slot" in (key if cls.mailed else ""):
+    if key in cls.per_client_server_state or "slot" in (key if cls.per_client_server_state else ""):
         return
     how = "in place; make a new tensor: a = a + b, not a += b" if key in before and before[key][0] == after.get(key, (0, 0))[0] else (
         f"; make a new dict: {{**..., {key!r}: ...}}"
@@ -338,12 +338,12 @@ def _upload(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None
 def _aggregate(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
     server = given[0]
     new = _tensors(cls, "aggregate", found)
-    added = [name for name in new if name not in server and "/" not in name and name not in (*cls.mailed, "slot")]
+    added = [name for name in new if name not in server and "/" not in name and name not in (*cls.per_client_server_state, "slot")]
     for name in server:
         if name not in new:
             hint = meant(name, added)
             raise fault(cls, "aggregate", f"aggregate drops {name!r} of the server's tensors{hint}; return all of them: {{**server, ...}}")
-        if name in (*cls.mailed, "slot"):
+        if name in (*cls.per_client_server_state, "slot"):
             continue
         if new[name].shape != server[name].shape:
             raise fault(

@@ -178,7 +178,7 @@ def fits(algorithm: Algorithm, world: World, draw: Draw, clients: int) -> bool:
     """Whether the state of so many clients fits in memory now, with what the server keeps for each."""
     one = algorithm.init_client(world, draw_for(draw, np.arange(1)))
     needed = clients * sum(t.numel() * t.element_size() for t in one.values())
-    return needed * (2 if algorithm.mailed else 1) <= free_memory()
+    return needed * (2 if algorithm.per_client_server_state else 1) <= free_memory()
 
 
 def draw_for(draw: Draw, clients: np.ndarray) -> Draw:

@@ -207,7 +207,7 @@ class Federation:
             draw, lost = Draw(self.seed, self.round, None, self.engine.dtype, self.engine.device), None
             try:
                 server = self.algorithm.at(self.round, self.engine.world).aggregate(self.server, arrived, draw)
-                finite({name: value for name, value in server.items() if name not in self.algorithm.mailed})
+                finite({name: value for name, value in server.items() if name not in self.algorithm.per_client_server_state})
             except NotFinite as error:
                 lost = error.what
             said = [what for what in workers.gather(lambda: lost) if what]
@@ -221,7 +221,7 @@ class Federation:
 
     def is_own(self, name: str) -> bool:
         """Whether ranks that share the run have a part each of what `state` calls so."""
-        return name == "clients" or name.startswith("client/") or name.removeprefix("server/") in self.algorithm.mailed
+        return name == "clients" or name.startswith("client/") or name.removeprefix("server/") in self.algorithm.per_client_server_state
 
     def state(self) -> dict[str, Tensor | RowView]:
         """What the server and all clients hold, by name; not copied. On disk: what the `clients` hold that have taken part."""
@@ -229,7 +229,7 @@ class Federation:
         room, kept = self.store.room, self.store.kept
         if kept is None:
             return server | {f"client/{name}": value for name, value in self.store.tensors.items()}
-        for name in self.algorithm.mailed if "slot" in self.server else ():
+        for name in self.algorithm.per_client_server_state if "slot" in self.server else ():
             slot = self.server["slot"]
             has = slot >= 0
             server[f"server/{name}"] = RowView(self.server[name], slot[has], room)
@@ -251,7 +251,7 @@ class Federation:
                 store.room.release()
         self.server = {name.removeprefix("server/"): value for name, value in state.items() if name.startswith("server/")}
         if isinstance(store.room, Disk):
-            for name in self.algorithm.mailed if "slot" in self.server else ():
+            for name in self.algorithm.per_client_server_state if "slot" in self.server else ():
                 rows, size = len(self.server[name]), at_once(self.server[name])
                 chunks = (state[f"server/{name}"][start : start + size] for start in range(0, rows, size))
                 self.server[name] = filled(store.room, len(self.visits) + rows, chunks)

@@ -48,7 +48,7 @@ def scatter_state(read: Callable[[], Mapping[str, Tensor]], federation: Federati
         rows = range(*torch.searchsorted(clients, torch.tensor([own.start, own.stop], device=device)).tolist())
         found["clients"] = clients[rows.start : rows.stop]
     for server in ("server/", "best_state/server/"):
-        mail = [f"{server}{name}" for name in federation.algorithm.mailed if f"{server}{name}" in names]
+        mail = [f"{server}{name}" for name in federation.algorithm.per_client_server_state if f"{server}{name}" in names]
         if mail:
             slots = workers.scatter_rows(partial(tensors.__getitem__, f"{server}slot"), device)
             mine, found[f"{server}slot"] = own_rows(slots, own)
