@@ -20,7 +20,7 @@ def single_spaced(content: bytes) -> bytes:
 
 
 def without_tab_header(content: bytes) -> bytes:
-    """The same from an Orange .tab file, whose first three lines name and type the columns."""
+    """ratings.txt, made from an Orange .tab file, whose first three lines name and type the columns."""
     return single_spaced(content.split(b"\n", 3)[3])
 
 

@@ -67,7 +67,7 @@ class TitleFormat:
                 raise DataError(f"{origin}:{place}: a line is an item's number, {self.separator} and its title; get the file anew")
 
     def named(self, data: Interactions, file: Fetched | None) -> Interactions:
-        """The same data with its items' titles, if there is a file of them; an item that the file does not know has none."""
+        """The data with its items' titles, if there is a file of them; an item that the file does not know has none."""
         if file is None:
             return data
         self.check(*file)
@@ -94,7 +94,7 @@ def assemble_coded(
     time: np.ndarray | None,
     **facts: Any,
 ) -> Interactions:
-    """The same for rows whose ids are coded already. The rating scale is what the rows show unless `facts` say otherwise."""
+    """Merge repeats in rows whose ids are coded already. The rating scale is what the rows show unless `facts` say otherwise."""
     rows = latest_rows(user, item, time)
     ratings = np.ones(len(rows), np.float32) if rating is None else rating[rows].astype(np.float32)
     facts = {"explicit": rating is not None, "rating_min": float(ratings.min()), "rating_max": float(ratings.max())} | facts

@@ -131,7 +131,7 @@ def _check(users: int, items: int, mean: int, seed: int) -> None:
 
 
 def _large(options: DatasetOptions) -> Interactions:
-    """The same structure for any number of users, made in chunks of users and kept in the cache as one file a column."""
+    """Planted tastes for any number of users, made in chunks of users and kept in the cache as one file a column."""
     folder = cache_folder(options) / "synthetic" / f"{options.users}-{options.items}-{options.interactions}-{options.data_seed}"
     with alone(folder.with_suffix(".lock"), patience=3600):
         if not (folder / DONE).exists():

@@ -1,4 +1,4 @@
-"""The same command once more: what is finished is told again and not done again, what is missing is done, the mean is written."""
+"""A command given once more: what is finished is told again and not done again, what is missing is done, the mean is written."""
 
 from __future__ import annotations
 

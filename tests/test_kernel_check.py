@@ -87,7 +87,7 @@ HOOKS = ("loss", "receive", "phases", "stages", "solve", "upload", "score")
 
 
 def derived(algorithm: Algorithm, **names: Any) -> Algorithm:
-    """The same fields in a class below the algorithm's, with these names in it."""
+    """An instance of a subclass with these names in it and the fields of `algorithm`."""
     return type(f"My{type(algorithm).__name__}", (type(algorithm),), names)(**vars(algorithm))
 
 

@@ -249,7 +249,7 @@ def test_three_workers_and_mail_that_waits_for_another_number_of_them(tmp_path: 
 
 
 def test_clients_in_files_of_any_number_of_workers(tmp_path: Path) -> None:
-    """Each worker's clients and what the server keeps for them lie in a file of its own; checkpoints go from two workers to three, and to memory and back."""
+    """Each worker's clients and per-client server state lie in a file; checkpoints go from two workers to three, and to memory and back."""
     words, out = f"{KILLED} --agg-ratio 0.5", tmp_path / "again"
     assert cli.main([*f"{words} --client-store mmap".split(), "--out", str(tmp_path / "steady")]) == 0
     for size, where, killed_at in ((2, "mmap", 4), (3, "mmap", 6), (2, "ram", 8)):

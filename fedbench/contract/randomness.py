@@ -72,7 +72,7 @@ class Draw:
 
     @property
     def same(self) -> Draw:
-        """The same numbers for every client."""
+        """Draws that are equal for all clients."""
         return replace(self, alike=True)
 
     def _tensor(self, purpose: str, shape: tuple[int, ...], fill: Callable[[np.ndarray, np.ndarray], None]) -> Tensor:

@@ -88,7 +88,7 @@ class Disk(Memory):
 
 @dataclass(frozen=True)
 class RowView:
-    """Rows of a tensor that is too large to gather them all at once."""
+    """Some rows of a large tensor, read in chunks instead of gathered at once."""
 
     tensor: Tensor
     rows: Tensor

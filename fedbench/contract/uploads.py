@@ -56,7 +56,7 @@ class Rows(NamedTuple):
         return self.combined(items, how, weight)[0]
 
     def combined(self, items: int, how: str, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The same, and how many clients sent each row [M], or how much they count together."""
+        """What `combine` returns, and how many clients sent each row [M], or how much they count together."""
         if how not in AVERAGES:
             raise Misuse(f"rows are combined by {', '.join(AVERAGES)}, not by {how!r}")
         shape = (-1, *[1] * (self.value.dim() - 1))
@@ -165,7 +165,7 @@ class Uploads:
         return value if picked is None or len(picked) == len(value) else value[picked]
 
     def tables(self, name: str, picked: Tensor | None = None) -> Tables:
-        """The same of whole tables, which stay where they are: with torchrun on the rank that has the client."""
+        """Whole tables of the cohort, or of its picked positions, left where they are: with torchrun on the client's own worker."""
         value = self._sent(name)
         if isinstance(value, Tables):
             return value if picked is None else value.picked(picked)

@@ -81,7 +81,7 @@ class DotBCE:
 
 @dataclass(frozen=True)
 class ElasticBCE(DotBCE):
-    """The same on rows merged with the server's: item + ρ·(sent − item), ρ = adapter MLP of [item, sent − item].
+    """Dot-product logits on item rows merged with the server's: item + ρ·(sent − item), ρ = adapter MLP of [item, sent − item].
 
     Two steps a batch: first the adapter, then user and items.
     """
@@ -126,13 +126,13 @@ class BiasedMSE(DotBCE):
 
 @dataclass(frozen=True)
 class BiasedBCE(DotBCE):
-    """The same rating as a logit, with a mean that is not trained; one Adam step a batch on user and items."""
+    """logit of item i = mean + both biases + user · items[i]; the mean is not trained; one Adam step a batch on user and items."""
 
     mean: str = "mean"
 
 
 IN_BLOCKS = (NeuMFBCE, BiasedMSE, BiasedBCE)
-"""plans whose kernels work on blocks of clients; the others' train them where their state lies"""
+"""kernel models that work on blocks of clients; the others' train them where their state lies"""
 
 
 @njit
@@ -156,7 +156,7 @@ def _corrections(step: int, lr: float) -> tuple[float, float]:
 
 @njit(inline="always")
 def _rates(step: int, lr: float) -> tuple[float, float]:
-    """The same with one product less a number: Adam moves it by the first of these · first moment / (root of the second + the other)."""
+    """Adam's corrections (a, b) folded such that a step is a · first moment / (root of the second + b): one product less a number."""
     rate, root = _corrections(step, lr)
     return rate / root, EPSILON / root
 
@@ -194,7 +194,7 @@ def _steps(
 def _first_steps(
     first: np.ndarray, second: np.ndarray, at: int, g0: float, g1: float, pace: tuple[float, float], tiny: float
 ) -> tuple[float, float]:
-    """The same in the first step, when there are no moments yet: the second one's root is what the gradient is without its sign."""
+    """How far Adam's first step moves the lanes: there are no moments yet, so the root of the second is the gradient without its sign."""
     put(first, at, g0)
     put(first, at + WIDTH, g1)
     put(second, at, g0 * g0 + tiny * tiny)
@@ -564,7 +564,7 @@ def _train_elastic(
     row_negatives: bool,
     trains_user: bool,
 ) -> tuple[float, int]:
-    """The same for rows that every step merges with those of `sent`; p and w are trained in place, the rows go back to the table.
+    """Train one client whose rows every step merges with those of `sent`; p and w change in place, the rows go back to the table.
 
     A client with one batch keeps its rows side by side in `acts`; of one with several, those of a batch are put there for a step.
     """
@@ -758,7 +758,7 @@ def train_elastic_rows(
     loss: np.ndarray,
     steps: np.ndarray,
 ) -> None:
-    """The same with sent[slot[c]] merged in and adapter[who[c]] trained too.
+    """Train clients low to high where their tables lie, with sent[slot[c]] merged in; adapter[who[c]] is trained too.
 
     If a client `merges`, all rows of its table are merged with those of sent[slot[c]] before: so they are in the cache for its training.
     """
@@ -1194,7 +1194,7 @@ def train_biased_bce(
     loss: np.ndarray,
     steps: np.ndarray,
 ) -> None:
-    """The same for BiasedBCE: samples may share a row, and every step moves all rows, as Adam's moments do."""
+    """Train clients low to high of a BiasedBCE: samples may share a row, and every step moves all rows, as Adam's moments do."""
     d = user.shape[1] - 1
     for c in range(low, high):
         n, used = count[c], touched[c] * (d + 1)

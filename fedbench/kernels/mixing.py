@@ -28,7 +28,7 @@ def signatures(tables: Tensor) -> Tensor:
 
 
 def _scores_in_chunks(tables: Tensor) -> Tensor:
-    """The same but for the sign, on any device."""
+    """Signatures [S, M] whose sign is still open, by torch on any device, a few tables at a time."""
     scores = tables.new_empty(tables.shape[:2])
     size = max(1, BLOCK // max(1, tables[0].numel()))
     for chunk, out in zip(tables.split(size), scores.split(size), strict=True):
@@ -39,7 +39,7 @@ def _scores_in_chunks(tables: Tensor) -> Tensor:
 
 
 def _scores_on_cpu(tables: Tensor) -> Tensor:
-    """The same by kernels, without a centred copy."""
+    """Signatures [S, M] whose sign is still open, by compiled kernels that make no centred copy of the tables."""
     mean, scores = tables.mean(dim=1), tables.new_empty(tables.shape[:2])
     covariance = torch.zeros(len(tables), tables.shape[2], tables.shape[2], dtype=torch.float64)
     _covariances(tables.numpy(), mean.numpy(), covariance.numpy())

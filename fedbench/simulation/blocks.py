@@ -62,7 +62,7 @@ class Block:
         return out
 
     def part(self, stage: Stage) -> Block:
-        """The same clients with the samples of a stage alone: of the shuffled ones the first half (support) or the second (query)."""
+        """This block with the samples of one stage alone: of the shuffled ones the first half (support) or the second (query)."""
         if stage.part == "all" and stage.max_samples is None:
             return self
         half = -(-self.counts // 2)
@@ -138,19 +138,19 @@ def moved(array: np.ndarray, device: str | torch.device) -> Tensor:
 
 
 def host_type(dtype: torch.dtype) -> type:
-    """The same kind of number in numpy."""
+    """numpy's type for a torch dtype."""
     return np.float64 if dtype == torch.float64 else np.float32
 
 
 class ArrayPool:
-    """Arrays of a round, used again once nobody holds them: memory fresh from the system costs a fault for every page."""
+    """Reuse pool for a round's large arrays: memory fresh from the system costs a page fault for every page."""
 
     def __init__(self) -> None:
         self.kept: dict[str, list[np.ndarray]] = {}
         """by what they are for, two at most: a round's uploads are often held until the next one is done"""
 
     def empty(self, name: str, size: int, kind: type) -> np.ndarray:
-        """[size] of any content."""
+        """Uninitialised array from the reuse pool."""
         kept = self.kept.setdefault(name, [])
         free = [at for at in range(len(kept)) if sys.getrefcount(kept[at]) == 2]
         fits = [at for at in free if kept[at].size >= size and kept[at].dtype == kind]

@@ -66,7 +66,7 @@ class ClientStore:
         return store
 
     def copied(self) -> ClientStore:
-        """The same state in memory of its own."""
+        """A copy of the state, in memory of its own."""
         store = copy.copy(self)
         store.tensors = {name: value.clone() for name, value in self.tensors.items()}
         return store
@@ -126,7 +126,7 @@ class ClientStore:
         return {name: tensor if whole else tensor[self.place(clients)] for name, tensor in self.tensors.items()}
 
     def rows(self, clients: Tensor, rows: Tensor, tables: Collection[str]) -> Tensors:
-        """The same with only the given rows [C, T] of tables."""
+        """State [C, ...] of these clients; of tables only the given rows [C, T]."""
         at = self.place(clients)
         return {name: t[at[:, None], rows] if name in tables else t[at] for name, t in self.tensors.items()}
 
@@ -182,5 +182,5 @@ def fits(algorithm: Algorithm, world: World, draw: Draw, clients: int) -> bool:
 
 
 def draw_for(draw: Draw, clients: np.ndarray) -> Draw:
-    """The same randomness with one stream for each of `clients`."""
+    """Draws of this seed and round, with one stream for each of `clients`."""
     return Draw(draw.seed, draw.when, clients, draw.dtype, draw.device)

@@ -95,7 +95,7 @@ class Engine:
         """uses of kernels that were compared with the generic path, see kernel_check; None: this engine is one of the two"""
 
     def of_world(self, world: World) -> Engine:
-        """The same for another federation."""
+        """An engine with these settings for another federation."""
         other = copy.copy(self)
         other.world = world
         return other
@@ -320,7 +320,7 @@ class Engine:
         return {**held, **vmapped(self.algorithm.solve, held, sent, batch)}, nothing, nothing
 
     def train_on_gpu(self, block: Block, held: Tensors, stage: Stage, epoch: int = 0) -> tuple[Tensors, Tensor, Tensor]:
-        """The same by a fused kernel for GPUs, which takes the samples in the order of every epoch at once."""
+        """Train a block by the fused GPU kernel, which takes the samples of all epochs at once, each in its order."""
         size = stage.batch_size or block.local.shape[1]
         code = (2 * block.local + (block.label > 0)).to(torch.int32)
         codes = torch.stack([code.gather(1, block.order(e, size)) for e in range(epoch, epoch + stage.epochs)])
@@ -329,7 +329,7 @@ class Engine:
         return held, *self.gpu_kernels.train(stage.fused, held, codes, block.count, touched, size, self.algorithm.stop_below)
 
     def train_generic(self, block: Block, held: Tensors, sent: Tensors, stage: Stage, epoch: int = 0) -> tuple[Tensors, Tensor, Tensor]:
-        """The same for any algorithm: vmap(grad) and a per-client optimizer, finished clients frozen by a mask."""
+        """Train a block of any algorithm by vmap(grad) and a per-client optimizer; clients that are done are frozen by a mask."""
         a, phases = self.algorithm, stage.phases
         size = stage.batch_size or block.local.shape[1]
         optimizer = {f"{place}/{name}": new_state(held[name]) for place, phase in enumerate(phases) for name in phase.names}

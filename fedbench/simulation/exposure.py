@@ -66,7 +66,7 @@ def _sent(tables: list[Rows], picked: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def _apart(tables: list[Tensor], picked: np.ndarray, mine: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The same of whole tables [n, M, ...], for `mine` of the picked: every item, and how far each client's row is from the mean row."""
+    """CSR by picked client, for whole tables [n, M, ...] and `mine` of them: every item, and its row's distance from the mean row."""
     items = tables[0].shape[1]
     square = np.zeros((len(picked), items))
     for table in tables:

@@ -59,5 +59,5 @@ def metrics(engine: Engine, server: Tensors, split: Split, rounds: int = ROUNDS)
 
 
 def check_before_training(algorithm: Algorithm, split: Split, seed: int) -> None:
-    """The same before a run that is to measure new users."""
+    """Refuse, before training, a method that cannot serve cold-start users."""
     check(algorithm, algorithm.answer(algorithm.init_server(world_of(split), Draw(seed, 0, None, torch.float32, "cpu"))))

@@ -128,7 +128,7 @@ class Evaluator:
         return self._ranks(store, answer, full=False)
 
     def full_ranks(self, store: ClientStore, answer: Answer) -> dict[str, np.ndarray]:
-        """The same among all items outside the client's training items (for test, outside its validation item too)."""
+        """{"val": [U], "test": [U]} among all items outside the client's training items (for test, outside its validation item too)."""
         return self._ranks(store, answer, full=True)
 
     def _ranks(self, store: ClientStore, answer: Answer, full: bool) -> dict[str, np.ndarray]:
@@ -152,7 +152,7 @@ class Evaluator:
         return torch.stack([ranks_among(scores[:, :width]), ranks_among(scores[:, width:])]).cpu().numpy()
 
     def _full(self, store: ClientStore, answer: Answer, clients: Tensor, where: np.ndarray, sent: bool) -> np.ndarray:
-        """[2, C] their ranks among all items."""
+        """[2, C] ranks of the validation and test items of these clients among all items that they have not met."""
         return ranks_among_unseen(self.scores(store, answer, clients, sent), self.split, where)
 
     def _at_start(self, store: ClientStore, clients: Tensor) -> np.ndarray:

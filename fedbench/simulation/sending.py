@@ -49,7 +49,7 @@ def sent_rows(answer: Answer, clients: Tensor, rows: Tensor, tables: Collection[
 
 
 def sent_whole(answer: Answer, clients: Tensor) -> Tensors:
-    """The same with whole tables [C, M, ...]; shared tensors are not copied."""
+    """What these clients were sent, with whole tables [C, M, ...]; shared tensors are not copied."""
     sent = {name: value.expand(len(clients), *value.shape) for name, value in answer.shared.items()}
     if answer.slot is not None:
         sent |= {name: value[answer.slot[clients]] for name, value in answer.personal.items()}

@@ -44,7 +44,7 @@ def small_split(users: int = 24, items: int = 60, interactions: int = 12, protoc
 
 
 def without_samples(samples: Samples, position: int) -> Samples:
-    """The same cohort, but the client at `position` has nothing to train on."""
+    """A round's samples without those of the client at `position`, who stays in the cohort."""
     keep = np.arange(len(samples.clients)) != position
     counts, touched = samples.counts * keep, samples.touched * keep
     return Samples(
