@@ -234,7 +234,7 @@ def test_no_client_weighs_more_than_the_cap(monkeypatch: pytest.MonkeyPatch, flo
 
 
 def weights_of(recipe: FedEM, samples: list[float], start: int = 0, here: int | None = None) -> Tensor:
-    """What the server makes of random tables, `here` of them on this rank from `start` on."""
+    """What the server makes of random tables, `here` of them on this worker from `start` on."""
     tables = torch.from_numpy(np.random.default_rng(0).normal(size=(len(samples), 30, 4)))
     mine = tables[start : start + (here or len(samples))]
     return recipe.weights(Tables(mine, start, len(samples), lambda make: iter([signatures(tables)])), torch.tensor(samples))

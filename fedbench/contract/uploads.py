@@ -22,21 +22,21 @@ MASKED_BYTES = 8
 
 
 def alone(part: Tensor) -> Tensor:
-    """The sum over all ranks if there is one."""
+    """The sum over all workers when there is only this one."""
     return part
 
 
 class Rows(NamedTuple):
-    """Rows of a shared table as the clients sent them, in the order of the cohort. Where ranks share a run, each has its own clients'."""
+    """Rows of a shared table as the clients sent them, in the order of the cohort. A worker has those of its own clients."""
 
     counts: Tensor
-    """[n] how many each client of the cohort sent; of another rank's clients none are here"""
+    """[n] how many each client of the cohort sent; those of another worker's clients are not here"""
     item: Tensor
     """[R]"""
     value: Tensor
     """[R, ...]"""
     total: Callable[[Tensor], Tensor] = alone
-    """sums what every rank made of its rows, maybe in place; all of them must ask for it"""
+    """adds up what every worker made of its rows, maybe in place; all of them must call it"""
 
     @property
     def clients(self) -> int:
@@ -80,12 +80,12 @@ class Rows(NamedTuple):
 
 
 def one_block(work: Callable[[], Tensor]) -> Iterator[Tensor]:
-    """The rows of all ranks if there is one."""
+    """The rows of all workers when there is only this one."""
     yield work()
 
 
 class Tables(NamedTuple):
-    """Whole tables of the clients' own, in the order of the cohort. Where ranks share a run, each has its own clients'."""
+    """Whole tables of the clients' own, in the order of the cohort. A worker has those of its own clients."""
 
     value: Tensor
     """[R, M, ...] those that are here, all S in one process"""
@@ -94,7 +94,7 @@ class Tables(NamedTuple):
     clients: int
     """S in the cohort"""
     passed: Callable[[Callable[[], Tensor]], Iterator[Tensor]] = one_block
-    """the rows that every rank makes, in the order of the cohort and some at once; all must ask for it, and see the end of it"""
+    """the rows that every worker makes, in the order of the cohort, in chunks; all workers must call it and read to the end"""
 
     @property
     def own(self) -> slice:

@@ -101,7 +101,7 @@ def _onto_limits(x: np.ndarray, max_weight: float) -> np.ndarray:
 def delivered(server: Tensors, name: str, value: Tensor, to: Tensor, uploads: Uploads) -> Tensors:
     """The server with `value` [R, ...] for the clients `to` [R], beside what others have not come for yet: `name` and `slot` [U].
 
-    `value` may be one for all of them, [1, ...]. Where ranks share a run, each keeps what is for its own clients.
+    `value` may be one for all of them, [1, ...]. Workers that share a run keep what is for their own clients.
     """
     if not value.sum().isfinite():
         raise NotFinite(f"the server's {name}")

@@ -170,7 +170,7 @@ def room_for(choice: str, folder: Path | None, device: str) -> Memory:
         return Disk(Path(choice))
     if folder is None:
         raise UsageError(f"--client-store {choice}: there is no run folder; name a folder")
-    folder.mkdir(parents=True, exist_ok=True)  # the run's folder is on the machine of the first rank
+    folder.mkdir(parents=True, exist_ok=True)  # the run's folder is on the machine of the first worker
     return Disk(folder)
 
 

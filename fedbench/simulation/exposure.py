@@ -30,7 +30,7 @@ ITEMS = 64
 def exposure(uploads: Uploads, tables: Collection[str], split: Split, seed: int, when: int, own: range | None = None) -> dict[str, float]:
     """exposure/auc, and exposure/auc_rows by ids alone: means over a seeded sample of the cohort; {} if no table is uploaded.
 
-    own: this rank's clients, if ranks share the run; each looks at its own.
+    own: this worker's clients, if several share the run; each looks at its own.
     """
     clients = uploads.clients.cpu().numpy()
     picked = np.sort(np.argsort(keys(seed, when, "exposure", clients), kind="stable")[:MOST_CLIENTS])

@@ -78,7 +78,7 @@ class Federation:
     ) -> Federation:
         """Round 0: the server and all clients initialised.
 
-        client_store: see `room_for`, or auto: in memory if it fits there now, else in `folder`, on all ranks alike
+        client_store: see `room_for`, or auto: in memory if it fits there now, else in `folder`, on all workers alike
         """
         world = world_of(split)
         draw = Draw(seed, 0, None, dtype, device)
@@ -173,7 +173,7 @@ class Federation:
         return replace(result, uploads=seen)
 
     def own(self, cohort: np.ndarray) -> slice:
-        """Where those of the ascending client numbers stand that are in this rank's store."""
+        """Where those of the ascending client numbers stand that are in this worker's store."""
         own = self.store.clients
         return slice(0, len(cohort)) if len(own) == len(self.visits) else slice(*np.searchsorted(cohort, [own.start, own.stop]))
 
@@ -195,7 +195,7 @@ class Federation:
         """The server after its step, and what it saw of the uploads.
 
         Only if the step is not finite are uploads looked at one by one: a pass over all of them costs time. What is summed under masks
-        is looked at before, for a sum in fixed point cannot show it. Ranks that have mail for their own clients alone do so together.
+        is looked at before, for a sum in fixed point cannot show it. Workers that keep rows of their own clients alone check them together.
         """
         if not len(uploads.clients):
             return self.server, uploads
@@ -220,7 +220,7 @@ class Federation:
         return self.aggregated(uploads.only(sound), sums, trip)
 
     def is_own(self, name: str) -> bool:
-        """Whether ranks that share the run have a part each of what `state` calls so."""
+        """Whether workers that share the run keep a part each of this entry of `state`."""
         return name == "clients" or name.startswith("client/") or name.removeprefix("server/") in self.algorithm.per_client_server_state
 
     def state(self) -> dict[str, Tensor | RowView]:
@@ -284,7 +284,7 @@ class Federation:
         return self.evaluated(self.evaluator.outcome)
 
     def evaluated(self, evaluate: Callable[[ClientStore, Answer], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        """What an evaluation finds for all clients, each rank for its own."""
+        """What an evaluation finds for all clients, each worker for its own."""
 
         self.evaluator.algorithm = self.algorithm.at(self.round, self.engine.world)
 
