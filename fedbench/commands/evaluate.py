@@ -46,9 +46,9 @@ def main(argv: list[str]) -> int:
     if not split.held:
         mine |= ranking_metrics(loaded.evaluator.full_ranks(store, answer)["test"], "full_")
     rows = [(f"{split.clients:,} users", mine)]
-    if given.new_users and split.newcomers:
-        found = new_users.metrics(loaded.engine, loaded.server, split.newcomers, given.rounds)
-        rows.append((f"{split.newcomers.clients:,} new users", found))
+    if given.new_users and split.cold_start:
+        found = new_users.metrics(loaded.engine, loaded.server, split.cold_start, given.rounds)
+        rows.append((f"{split.cold_start.clients:,} new users", found))
     columns = [name for name in COLUMNS if name in mine]
     say(fitted(f"{made.algo} on {made.dataset}, protocol {split.protocol.name} [{split.fingerprint}], test at round {loaded.round}"))
     say("\n".join(metric_rows(rows, columns)))

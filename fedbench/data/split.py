@@ -81,8 +81,8 @@ class Split:
     """[U] TRAIN, VAL or TEST in the users split; there the training items of the last two are their support half"""
     rating_min: float = 0.0
     rating_max: float = 1.0
-    newcomers: Split | None = None
-    """the clients that --new-users keeps out of all of this, with the same items"""
+    cold_start: Split | None = None
+    """cold-start users: the clients that --new-users keeps out of training, with the same items"""
     sample: np.ndarray | None = None
     """client numbers of those that are ranked for, ascending, if not all are"""
 
@@ -141,6 +141,7 @@ class Split:
 def _pair_hash(base: np.uint64, user: np.ndarray, item: np.ndarray) -> np.ndarray:
     out = np.empty(user.size, np.uint64)
     for r in range(user.size):
+        # By the codes in the data, not by the place of the row: the order of rows in a file must not move the split.
         out[r] = mix(base ^ mix(np.uint64(user[r]) * np.uint64(0x100000001B3) + np.uint64(item[r])))
     return out
 
@@ -154,6 +155,7 @@ def _candidates(stream: np.ndarray, ptr: np.ndarray, seen: np.ndarray, items: in
         free = items - mine.size
         counter = 0
         for k in range(width):
+            # K is small beside the free items, so drawing again is cheaper than a shuffle of all of them.
             repeated = True
             while repeated:
                 pick = unseen(mine, below(stream[c], counter, free))
@@ -193,8 +195,9 @@ def split(data: Interactions, protocol: Protocol) -> Split:
     if protocol.eval_clients is not None and protocol.eval_clients < clients:
         sample = np.sort(smallest(keys(protocol.split_seed, 0, "evaluated", user_codes), protocol.eval_clients))
     else:
-        protocol = replace(protocol, eval_clients=None)
+        protocol = replace(protocol, eval_clients=None)  # all are ranked for: one fingerprint with and without the flag
 
+    # In each user's list, sorted so, the last interaction is the test item and the one before it the validation item.
     order = np.lexsort((*_last_is_test(data, protocol, user_codes[user], item_codes[item], time), user))
     user, item, rating = user[order], item[order], rating[order]
     seen_ptr = from_counts(np.bincount(user, minlength=clients))
@@ -202,6 +205,7 @@ def split(data: Interactions, protocol: Protocol) -> Split:
     is_test[seen_ptr[1:] - 1] = True
     is_val[seen_ptr[1:] - 2] = True
     train = ~(is_val | is_test)
+    # From here on lists are sorted by item, because samplers search them.
     by_item = np.lexsort((item, user))
     seen_item, train_sorted = item[by_item], train[by_item]
     protocol, val_candidates, test_candidates = _ranked_beside(data, protocol, seen_ptr, seen_item, items, user_codes, item_codes)
@@ -224,16 +228,17 @@ def split(data: Interactions, protocol: Protocol) -> Split:
         item_ids=data.item_ids[item_codes],
         sample=sample,
     )
-    return _without_newcomers(whole, user_codes, data.name) if protocol.new_users else whole
+    return _without_cold_start(whole, user_codes, data.name) if protocol.new_users else whole
 
 
-def _without_newcomers(whole: Split, user_codes: np.ndarray, name: str) -> Split:
-    """The clients that take part; those that do not, the first in the order of a seeded hash, are its `newcomers`."""
+def _without_cold_start(whole: Split, user_codes: np.ndarray, name: str) -> Split:
+    """The clients that take part; those that do not, the first in the order of a seeded hash, are its cold-start users, `cold_start`."""
     count = max(1, round(whole.protocol.new_users * whole.clients))
     if count >= whole.clients:
         raise DataError(f"{name}: of {whole.clients} users none is left to train; lower --new-users or use more data")
+    # The word names a random stream: with another one, other users would be kept out.
     order = np.argsort(keys(whole.protocol.split_seed, 0, "newcomers", user_codes), kind="stable")
-    return replace(whole.of_clients(np.sort(order[count:])), newcomers=whole.of_clients(np.sort(order[:count])))
+    return replace(whole.of_clients(np.sort(order[count:])), cold_start=whole.of_clients(np.sort(order[:count])))
 
 
 def _filtered(data: Interactions, protocol: Protocol) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -324,6 +329,7 @@ def in_query_half(seed: int, when: int, user: np.ndarray, item: np.ndarray) -> n
 
 def _last_is_test(data: Interactions, protocol: Protocol, user: np.ndarray, item: np.ndarray, time: np.ndarray) -> tuple[np.ndarray, ...]:
     """Sort keys (least significant first) that put a user's test interaction last and its validation interaction before it."""
+    # The hash breaks ties of time: a file's own order would give whoever wrote it a say in what is tested.
     random = _pair_hash(purpose_base(protocol.split_seed, 0, "split"), user, item)
     if protocol.split == "random":
         return (random,)

@@ -28,8 +28,8 @@ def describe(dataset: Interactions, split: Split, config: RunConfig, device: str
         log.info("%d repeated (user, item) rows merged: the latest stands", dataset.merged_rows)
     log.info("protocol %s [%s]: %s clients, %s items, split by %s", split.protocol.name, split.fingerprint, f"{split.clients:,}",
              f"{split.items:,}", split.protocol.split)  # fmt: skip
-    if split.newcomers:
-        log.info("%s more clients are kept out of training, to be tested as new users", f"{split.newcomers.clients:,}")
+    if split.cold_start:
+        log.info("%s more clients are kept out of training, to be tested as new users", f"{split.cold_start.clients:,}")
     if split.role is not None:
         log.info("%s clients take part; %s are for validation and %s for test", *(f"{n:,}" for n in np.bincount(split.role)))
     if split.protocol.eval_negatives < config.protocol.eval_negatives:

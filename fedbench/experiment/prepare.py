@@ -37,7 +37,7 @@ def prepare_checked(config: RunConfig, device: str) -> tuple[Split, Interactions
     check_cohort(config.algorithm, split)
     check_local_work(config.algorithm, dtype_of(config))
     memory.check(config.algorithm, split, world_of(split), dtype_of(config), device, -(-split.clients // workers.count()))
-    if split.newcomers:
+    if split.cold_start:
         new_users.check_before_training(config.algorithm, split, config.seed)
     return split, data
 

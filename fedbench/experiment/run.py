@@ -215,7 +215,7 @@ def start_federation(config: RunConfig, device: str, out: Path, split: Split) ->
 
 def new_user_summary(out: Path, federation: Federation, best: Best) -> dict[str, Any]:
     """What the summary says of cold-start users, who learn their private state from the reported round's server; {} without any."""
-    users = federation.split.newcomers
+    users = federation.split.cold_start
     if not users:
         return {}
     log.info("%s new users learn what is private to them", f"{users.clients:,}")

@@ -1423,7 +1423,7 @@ def train(
     batch: int,
     tolerance: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Local training of a block as `plan` says, in place on `held`; returns running mean losses and steps, [C] each.
+    """Local training of a block of the kernel model `plan`, in place on `held`; returns running mean losses and steps, [C] each.
 
     samples: (stream [C], local [C, S], label [C, S], count [C], touched [C])
     """

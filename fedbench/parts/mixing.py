@@ -33,13 +33,14 @@ def similarity(vectors: Tensor, measure: str, own: slice = slice(None)) -> Tenso
 
     own: the rows that are asked for, if not all of them.
     """
+    # In float32 the difference of squares below would cancel for vectors that are close.
     vectors = in_float64(vectors)
     if measure == "cos":
         unit = torch.nn.functional.normalize(vectors, dim=1)
         return unit[own] @ unit.T
     square = (vectors * vectors).sum(dim=1)
     distance = (square[own, None] + square[None, :] - 2 * (vectors[own] @ vectors.T)).clamp(min=0).sqrt()
-    distance.diagonal(own.start or 0).zero_()
+    distance.diagonal(own.start or 0).zero_()  # rounding leaves a vector a little apart from itself
     close = 1 / (1 + distance)
     return torch.where(close > 0.9, 1.0, close)
 
@@ -49,6 +50,7 @@ def project_to_simplex(target: Tensor) -> Tensor:
     ordered = target.sort(dim=-1, descending=True).values
     excess = ordered.cumsum(dim=-1) - 1
     position = torch.arange(1, target.shape[-1] + 1, device=target.device, dtype=target.dtype)
+    # Entries that stay above 0 are a prefix of the sorted ones; its length gives the one threshold to subtract.
     support = (ordered * position > excess).sum(dim=-1, keepdim=True)
     threshold = excess.gather(-1, support - 1) / support
     return (target - threshold).clamp(min=0)
@@ -108,11 +110,12 @@ def delivered(server: Tensors, name: str, value: Tensor, to: Tensor, uploads: Up
     slot = torch.full((uploads.world.clients,), -1, device=value.device)
     slot[to] = torch.arange(len(to), device=value.device) if len(value) > 1 else 0
     waiting = torch.zeros_like(slot, dtype=torch.bool) if "slot" not in server else server["slot"] >= 0
-    waiting[uploads.clients] = False
+    waiting[uploads.clients] = False  # they came this round, and have used up what lay there for them
     who = waiting.nonzero()[:, 0]
     if not len(who):
         return {name: value, "slot": slot}
     before, rows = server[name], server["slot"][who]
+    # In memory the rows are packed anew each round. On disk they stay where they are, and new ones go to free places.
     if not isinstance(uploads.room, Disk):
         slot[who] = len(value) + torch.arange(len(who), device=value.device)
         return {name: torch.cat([value, before[rows]]), "slot": slot}

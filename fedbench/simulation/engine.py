@@ -127,15 +127,17 @@ class Engine:
         kernel_check.training(self, server, store, samples, sent, when)
         stream = keys(self.seed, when, "shuffle", samples.clients)
         epochs = np.full(len(clients), self.algorithm.local_epochs) if epochs is None else epochs
-        kind = LEVELS * epochs + sent
+        kind = LEVELS * epochs + sent  # one number for both, so that equal clients are found by counting
         kinds = np.flatnonzero(np.bincount(kind)).tolist()
         places = {
             some: self.places(samples.clients[kind == some], some % LEVELS != NOTHING, reaching(answer, some % LEVELS), store)
             for some in kinds
         }
         own_tables = bool(self.algorithm.own_tables)
+        # All kinds of clients train in place or none: the uploads of a round have one form.
         stay = all(place and (own_tables or place[0].changes) for place in places.values())
         elastic = any(place and isinstance(place[0], fused.ElasticBCE) for place in places.values())
+        # The elastic kernel merges a table right before it trains the client, while the table is in the cache.
         before = None if stay and elastic else merge(self.algorithm, samples, answer, sent, store)
         if stay:
             uploads, losses, updates = self.train_in_place(places, samples, kind, stream, store)
@@ -144,7 +146,7 @@ class Engine:
         return Round(uploads, losses, bytes_down(answer, sent, uploads.whole, uploads.bits), updates)
 
     def places(self, clients: np.ndarray, sent: bool, answer: Answer, store: ClientStore) -> tuple[fused.DotBCE, fused.Clients] | None:
-        """The plan of a kernel that trains these clients where their state lies, and where that is."""
+        """The kernel model that trains these clients where their state lies, and where that is; None if there is no such kernel."""
         in_one_stage = type(self.algorithm).stages is Algorithm.stages  # these kernels know no other
         plan = self.algorithm.fused(sent) if self.kernels and in_one_stage else None
         place = in_place(plan, clients, answer, store)

@@ -65,11 +65,11 @@ def lists(part: Split) -> dict[str, tuple[list[int], list[int], int, int, list[i
 
 def test_new_users_are_kept_apart_and_keep_their_own_split() -> None:
     some, whole = parts(), split(load(SIZE), Protocol())
-    assert some.newcomers is not None and (some.clients, some.newcomers.clients) == (32, 8)
-    assert lists(some) | lists(some.newcomers) == lists(whole)
-    assert some.items == some.newcomers.items == whole.items and whole.newcomers is None
-    other = split(load(SIZE), Protocol(new_users=0.2, split_seed=1)).newcomers
-    assert other is not None and set(other.user_ids) != set(some.newcomers.user_ids)
+    assert some.cold_start is not None and (some.clients, some.cold_start.clients) == (32, 8)
+    assert lists(some) | lists(some.cold_start) == lists(whole)
+    assert some.items == some.cold_start.items == whole.items and whole.cold_start is None
+    other = split(load(SIZE), Protocol(new_users=0.2, split_seed=1)).cold_start
+    assert other is not None and set(other.user_ids) != set(some.cold_start.user_ids)
     with pytest.raises(DataError, match="none is left to train"):
         split(load(replace(SIZE, users=2)), Protocol(new_users=0.9))
 
@@ -87,7 +87,7 @@ def test_the_fingerprint_tells_them_only_where_there_are_any() -> None:
 def test_only_the_user_vector_moves_as_plain_torch_moves_it() -> None:
     """One batch a client, so that no shuffle matters; Adam starts anew in each round."""
     algorithm = FedMF(dim=4, batch_size=10_000, local_epochs=3)
-    new = parts().newcomers
+    new = parts().cold_start
     assert new is not None
     engine = Engine(algorithm, world_of(new), 0, dtype=torch.float64)
     draw = Draw(0, 0, None, torch.float64)
@@ -112,7 +112,7 @@ def test_only_the_user_vector_moves_as_plain_torch_moves_it() -> None:
 
 @pytest.mark.parametrize("algorithm", [FedAvgNCF(dim=4, layers=(8, 4)), FedRecMF(dim=4, feedback="implicit"), FedRecon(dim=4)], ids=repr)
 def test_what_is_shared_stays_as_it_is_and_what_is_private_moves(algorithm: Algorithm) -> None:
-    new = parts().newcomers
+    new = parts().cold_start
     assert new is not None
     engine, draw = Engine(algorithm, world_of(new), 0), Draw(0)
     server = algorithm.init_server(engine.world, draw)
@@ -133,7 +133,7 @@ def test_methods_without_a_shared_part_say_so_before_they_train(algorithm: Algor
 
 def test_popularity_needs_no_learning() -> None:
     some = parts()
-    new = some.newcomers
+    new = some.cold_start
     assert new is not None
     federation = Federation.start(Popularity(), some, 0)
     federation.next_round()
@@ -181,7 +181,7 @@ def test_a_run_reports_new_users_beside_its_own(folder: Path, tmp_path: Path, ca
 
 def test_a_closed_form_finds_for_a_history_what_it_finds_for_the_user(folder: Path) -> None:
     loaded = saved_model.load(folder)
-    assert not set(loaded.split.user_ids) & set(loaded.split.newcomers.user_ids if loaded.split.newcomers else [])
+    assert not set(loaded.split.user_ids) & set(loaded.split.cold_start.user_ids if loaded.split.cold_start else [])
     mine = loaded.split.train_item[: loaded.split.train_ptr[1]]
     as_new = loaded.with_history(mine[::-1].astype(np.int64), np.ones(len(mine)))
     known = loaded.recommend(np.array([0]), 50).set_index("item")["score"]
