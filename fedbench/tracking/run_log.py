@@ -314,7 +314,7 @@ def order_of(
         "out": str(out.absolute()),
         "experiment": experiment,
         "run_name": os.environ.get("MLFLOW_RUN_NAME") or run_name,
-        "params": params_of(config),
+        "params": params_of(config | {key: tags[key] for key in ("algo",) if key in tags}),  # a plug-in by its name, not its path
         "tags": {**{key: value for key, value in known.items() if value}, **tags, **mirror_process.who()},
         "resumes": earlier,
         "every": FLUSH_SECONDS,
@@ -328,7 +328,8 @@ def finished_order(out: Path, experiment: str, run_name: str = "", **tags: str) 
     fold = "" if fields.get("fold") is None else f"-f{fields['fold']}"
     usual = f"{summary['algo']}-{summary['dataset']}-{summary['protocol']}-s{summary['seed']}{fold}"
     known = {key: str(summary.get(key)) for key in ("protocol_fingerprint", "data_checksum", "dataset")}
-    known |= {"leaky": "LEAKY" if summary["leaky"] else "no", "split": str(fields.get("split"))}
+    known |= {"leaky": "LEAKY" if summary["leaky"] else "no", "split": str(fields.get("split")), "algo": str(summary["algo"])}
+    known |= {key: str(summary[key]) for key in ("plugin_sha256", "plugin_package") if summary.get(key)}
     order = order_of(out, config, env, {**known, **tags}, usual, experiment)
     return {**order, "run_name": run_name} if run_name else order
 
