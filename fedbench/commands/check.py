@@ -155,7 +155,7 @@ def failure(work: Callable[[], None], debug: bool) -> tuple[str, str]:
         return "skipped", str(reason)
     except (Differs, FedbenchError) as error:
         said = str(error)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         said = str(plugin_errors.blame(error) or f"{type(error).__name__}: {error}")
     else:
         return "", ""

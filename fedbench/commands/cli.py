@@ -180,7 +180,7 @@ def guard(command: Command, argv: list[str]) -> int:
         return _report_internal(error, debug)
 
 
-def _blamed(error: Exception) -> str:
+def _blamed(error: BaseException) -> str:
     """What to say if the error is that of an algorithm's own code; "" otherwise. Where no algorithm was loaded there is none to blame."""
     if "fedbench.contract.plugin_errors" not in sys.modules:
         return ""
@@ -192,7 +192,9 @@ def _blamed(error: Exception) -> str:
 def _exit_code(command: Command, argv: list[str]) -> int:
     try:
         return command(argv)
-    except SystemExit as end:  # argparse, after --help
+    except SystemExit as end:  # argparse, after --help; or an algorithm's own code, which must not end a command as if all were well
+        if said := _blamed(end):
+            return report_error(said, UsageError.exit_code, "--debug" in argv)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
 
 

@@ -66,7 +66,7 @@ def blamed() -> Iterator[None]:
     """An exception from an algorithm's own code becomes a PluginError; all others pass."""
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a method that exits would end the run as if it had succeeded
         if said := blame(error):
             raise said from error
         raise
@@ -147,7 +147,8 @@ def _walk(traceback: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _last_own_frame(traceback: TracebackType | None) -> TracebackType | None:
-    own = [place for place in _walk(traceback) if _is_algorithms(place.tb_frame)]
+    # what dataclasses generate has no file, and runs as the algorithm's
+    own = [place for place in _walk(traceback) if _is_algorithms(place.tb_frame) and not place.tb_frame.f_code.co_filename.startswith("<")]
     return own[-1] if own else None
 
 

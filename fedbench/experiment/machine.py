@@ -77,6 +77,9 @@ def set_threads(count: int) -> None:
     most = os.cpu_count() or 1
     if count > most:
         raise UsageError(f"--threads {count}: this machine has {most} CPU threads; use at most that many")
+    allowed = int(os.environ.get("NUMBA_NUM_THREADS") or most)  # set in the environment before this process began, for good
+    if count > allowed:
+        raise UsageError(f"--threads {count}: NUMBA_NUM_THREADS={allowed} allows no more; unset it or set it to {count}")
     torch.set_num_threads(count)
     numba.set_num_threads(count)
 

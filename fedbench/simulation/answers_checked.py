@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import FrozenInstanceError, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from fedbench.contract.algorithm import OWN, SHARED, Algorithm, Answer, Phase, Stage
 from fedbench.contract.plugin_errors import blame, fault, is_ours, meant
 from fedbench.errors import FedbenchError
+from fedbench.simulation.own_tables import Read
 
 EXAMPLES = {
     "init_server": '{"items": draw.normal("items", world.items, self.dim)}',
@@ -46,6 +47,10 @@ class Seen:
     bits: set[str] = field(default_factory=set)
     """of those whose bits the method states"""
     losses: int = 0
+    read: set[str] = field(default_factory=set)
+    """of what `loss` looked at in `held`"""
+    moved: set[str] = field(default_factory=set)
+    """of what phases move by the loss alone"""
 
 
 def checked(algorithm: Algorithm) -> tuple[Algorithm, Seen]:
@@ -55,10 +60,15 @@ def checked(algorithm: Algorithm) -> tuple[Algorithm, Seen]:
     optional = ("keep", "choose", "bits")  # whether a class has one of its own is asked elsewhere too
     named = [name for name in checks if hasattr(cls, name) and not (name in optional and getattr(cls, name) is getattr(Algorithm, name))]
     body: dict[str, Any] = {name: _watched(cls, name, checks[name], seen) for name in named}
+    body["__setattr__"] = _refuse_to_write
     twin = type(cls.__name__, (cls,), {**body, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
     made: Algorithm = object.__new__(twin)
     made.__dict__.update(algorithm.__dict__)
     return made, seen
+
+
+def _refuse_to_write(self: Algorithm, name: str, value: object) -> None:
+    raise FrozenInstanceError(f"cannot assign to field {name!r}: functions are pure; what changes is a tensor that is kept or sent")
 
 
 def look_back(algorithm: Algorithm, seen: Seen) -> None:
@@ -66,6 +76,8 @@ def look_back(algorithm: Algorithm, seen: Seen) -> None:
     cls = type(algorithm)
     for name in sorted(seen.bits - seen.names):
         raise fault(cls, "bits", f"bits names {name!r}, which neither answer nor upload gives{meant(name, seen.names)}")
+    for name in sorted(seen.moved - seen.read) if seen.losses else ():
+        raise fault(cls, "loss", f"a phase moves {name!r}, but loss never reads held[{name!r}]; what is read of sent does not train")
     declared = next((base for base in cls.__mro__ if "tables" in vars(base)), Algorithm)
     if is_ours(declared) or not seen.names:
         return
@@ -87,8 +99,12 @@ def _watched(cls: type[Algorithm], name: str, check: Callable[..., None], seen: 
 
     def call(self: Algorithm, *given: Any) -> Any:
         before = [_state(one) for one in given]
+        shown = given
+        if name == "loss":  # what it reads of `held` is noted
+            read = Read(given[0])
+            shown = (read, *given[1:])
         try:
-            found = static.__get__(self, cls)(*given)
+            found = static.__get__(self, cls)(*shown)
         except NotImplementedError:
             raise fault(cls, "", f"{cls.__name__} has no function {name}, which the engine calls; write {_form(name)}") from None
         except (FedbenchError, MemoryError):
@@ -97,6 +113,8 @@ def _watched(cls: type[Algorithm], name: str, check: Callable[..., None], seen: 
             if blame(error) is None:  # it failed in inherited code of ours, with what this class gave it
                 raise fault(cls, name, f"{name} fails: {type(error).__name__}: {error}") from error
             raise
+        if name == "loss":
+            seen.read |= read.names
         for one, was in zip(given, before, strict=True):
             _refuse_changed(cls, name, was, _state(one))
         check(cls, seen, given, found)
@@ -113,7 +131,15 @@ def _state(argument: object) -> dict[str, tuple[int, int]]:
     """What tells whether a dict of tensors was changed."""
     if not isinstance(argument, dict):
         return {}
-    return {name: (id(value), value._version if isinstance(value, Tensor) else 0) for name, value in argument.items()}
+    return {name: (id(value), _unmapped(value)._version if isinstance(value, Tensor) else 0) for name, value in argument.items()}
+
+
+def _unmapped(tensor: Tensor) -> Tensor:
+    """The tensor of all clients behind one that is mapped over them."""
+    mapped = torch._C._functorch
+    while mapped.is_batchedtensor(tensor) or mapped.is_gradtrackingtensor(tensor):
+        tensor = mapped.get_unwrapped(tensor)
+    return tensor
 
 
 def _refuse_changed(cls: type[Algorithm], name: str, before: Mapping[str, tuple[int, int]], after: Mapping[str, tuple[int, int]]) -> None:
@@ -282,6 +308,7 @@ def _stages(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None
     for place, stage in enumerate(found, 1):
         if problem := stage.problem(seen.names, given[0]):
             raise fault(cls, hook, f"{f'stage {place}: ' if len(found) > 1 else ''}{problem}")
+        seen.moved |= {n for phase in stage.phases for n in phase.names if not phase.weight_decay and n not in phase.pull}
         for name in (name for phase in stage.phases for name in phase.names):
             _refuse_untrainable(cls, hook, seen, name)
 
@@ -309,13 +336,10 @@ def _loss(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
 
 def _values(tensor: Tensor) -> Tensor | None:
     """The numbers of all clients behind a tensor that is mapped over them."""
-    mapped = torch._C._functorch
     try:
-        while mapped.is_batchedtensor(tensor) or mapped.is_gradtrackingtensor(tensor):
-            tensor = mapped.get_unwrapped(tensor)
+        return _unmapped(tensor).detach().reshape(-1)
     except (AttributeError, RuntimeError):
         return None
-    return tensor.detach().reshape(-1)
 
 
 def _solve(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:

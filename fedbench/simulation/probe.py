@@ -60,7 +60,7 @@ def _rehearsed(algorithm: Algorithm, dtype: torch.dtype) -> None:
         except FedbenchError:  # its own words, which the run says if they hold there too
             log.debug("the rehearsal ended early", exc_info=True)
             return
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             wrong = blame(error)
             if wrong is None:
                 log.debug("the rehearsal could not be held", exc_info=True)
