@@ -37,7 +37,7 @@ class Counting(Algorithm):
     """Items by how many clients have them."""
 
     rounds: int = 1
-    tables = ("count",)
+    tables = {"count": "shared"}
 
     def init_server(self, world, draw):
         return {"count": torch.zeros(world.items, dtype=draw.dtype)}

@@ -44,7 +44,7 @@ class Means(Algorithm):
 
     rounds: int = 1
 
-    tables = ("count",)
+    tables = {"count": "shared"}
     rating_split = "users"
     reconstructs = True
 
@@ -303,7 +303,7 @@ def test_fold_fields_do_not_show_where_they_do_not_matter() -> None:
     ("words", "says"),
     [
         ("--algo fedmf --split kfold", "--split kfold holds out ratings and fedmf only ranks; take an algorithm that predicts ratings"),
-        ("--algo MEANS --split random", "--split random holds out items to rank and MEANS predicts ratings; use --split kfold"),
+        ("--algo MEANS --split random", "--split random holds out items to rank and means predicts ratings; use --split kfold"),
         ("--algo MEANS --split kfold --fold 5", "--fold 5: name one of 0 to 4, or raise --folds"),
         ("--algo MEANS --fold 1", "--fold is for --split kfold; --split users would ignore it"),
         ("--algo fedmf --folds 3", "--folds is for --split kfold; --split auto would ignore it"),
