@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -105,6 +106,17 @@ def _known(builder: Any, name: str, kind: Any, *values: Any) -> Any:
     return builder.call(function, values)
 
 
+def _library(name: str, builder: Any, x: Any, kind: Any) -> Any:
+    """A function of the C library for each number."""
+    if not isinstance(kind, ir.VectorType):
+        return _known(builder, name, kind, x)
+    out = x
+    for lane in range(WIDTH):
+        at = ir.Constant(ir.IntType(32), lane)
+        out = builder.insert_element(out, _known(builder, name, kind.element, builder.extract_element(x, at)), at)
+    return out
+
+
 def _integers(kind: Any) -> tuple[Any, int, int]:
     """Integers of a float type's size, how far its exponent is shifted, and the exponent of 1."""
     scalar = kind.element if isinstance(kind, ir.VectorType) else kind
@@ -140,6 +152,10 @@ def _square_root(builder: Any, x: Any, kind: Any) -> Any:
 square_root = _elementwise(_square_root, 1)
 """of numbers over 0 that are neither subnormal nor infinite; exact but for the last bit"""
 magnitude = _elementwise(lambda builder, x, kind: _known(builder, "llvm.fabs", kind, x), 1)
+root = _elementwise(lambda builder, x, kind: _known(builder, "llvm.sqrt", kind, x), 1)
+"""of any number, exact"""
+logarithm, sine, cosine = (_elementwise(partial(_library, f"llvm.{name}"), 1) for name in ("log", "sin", "cos"))
+"""the C library's, one number after another"""
 whole = _elementwise(lambda builder, x, kind: builder.sitofp(builder.fptosi(x, _integers(kind)[0]), kind), 1)
 """without its fraction"""
 halved = _elementwise(_halved, 2)

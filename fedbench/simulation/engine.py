@@ -11,7 +11,7 @@ import copy
 import importlib.util
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,11 +24,13 @@ from fedbench.contract.randomness import keys
 from fedbench.contract.uploads import Rows, Uploads
 from fedbench.data.sampling import Samples
 from fedbench.kernels import fused
+from fedbench.kernels.compiler.trace import Unsupported
 from fedbench.parts import ridge
-from fedbench.simulation import kernel_check
+from fedbench.simulation import in_place, kernel_check
 from fedbench.simulation.answers_checked import refuse_lost_tables, refuse_wrongly_kept
 from fedbench.simulation.blocks import ArrayPool, Block, blocks, host_type, moved, pack
 from fedbench.simulation.client_store import ClientStore
+from fedbench.simulation.derived import Kernel, Kernels, few_of, train_block
 from fedbench.simulation.generic import Progress, new_state, step, vmapped
 from fedbench.simulation.own_tables import Before, merge, move_untouched, upload_whole, uploads_as_stored
 from fedbench.simulation.sending import LEVELS, NOTHING, bytes_down, reaching, sent_rows, sent_to
@@ -84,9 +86,13 @@ class Engine:
         """kernel: auto (numba's on a CPU, Triton's on a GPU), off, or triton. compile: the generic step, on a GPU unless said otherwise."""
         self.algorithm, self.world, self.seed, self.device, self.dtype = algorithm, world, seed, device, dtype
         speaks = not kernel_check.overridden(algorithm)
+        self.algorithm_speaks = speaks and kernel_check.described_by(type(algorithm)) is not None
+        """a kernel written by hand stands for it"""
         self.kernels = speaks and kernel == "auto" and device == "cpu"
         on_gpu = device.startswith("cuda") and importlib.util.find_spec("triton") is not None
         self.gpu_kernels: Any = gpu_kernels() if speaks and (kernel == "triton" or (kernel == "auto" and on_gpu)) else None
+        self.derived = Kernels() if kernel == "auto" and device == "cpu" else None
+        """kernels made from the algorithm's own loss, for what has none written by hand"""
         self.block_rows = block_rows or rows_that_fit(algorithm.dim, device)
         self.pool = ArrayPool()
         compiles = on_gpu if compile is None else compile
@@ -106,7 +112,7 @@ class Engine:
         other.compared, other.pool, other.step = None, ArrayPool(), partial(step, gradients=kernel_check.gradients)
         other.dtype = dtype or self.dtype
         if not kernels:
-            other.kernels, other.gpu_kernels = False, None
+            other.kernels, other.gpu_kernels, other.derived = False, None, None
         return other
 
     def enter(self, when: int) -> None:
@@ -124,6 +130,8 @@ class Engine:
         answer = self.algorithm.answer(server)
         clients = torch.from_numpy(samples.clients).to(self.device)
         sent = sent_to(answer, clients)
+        if self.derived is not None:
+            self.derived.size_up(samples.touched, samples.counts)
         kernel_check.training(self, server, store, samples, sent, when)
         stream = keys(self.seed, when, "shuffle", samples.clients)
         epochs = np.full(len(clients), self.algorithm.local_epochs) if epochs is None else epochs
@@ -139,8 +147,13 @@ class Engine:
         elastic = any(place and isinstance(place[0], fused.ElasticBCE) for place in places.values())
         # The elastic kernel merges a table right before it trains the client, while the table is in the cache.
         before = None if stay and elastic else merge(self.algorithm, samples, answer, sent, store)
+        derives = None if stay or self.algorithm_speaks else self.derived
+        plans = derives and in_place.plans(derives, self.algorithm, (answer, store, before), samples.clients, kind)
         if stay:
             uploads, losses, updates = self.train_in_place(places, samples, kind, stream, store)
+        elif plans:
+            tensors, losses, updates = in_place.train_cohort(self, plans, samples, kind, (stream, answer, store))
+            uploads = self.uploads(samples.clients, tensors)
         else:
             uploads, losses, updates = self.train_in_blocks(answer, samples, kind, when, store, before)
         return Round(uploads, losses, bytes_down(answer, sent, uploads.whole, uploads.bits), updates)
@@ -149,7 +162,7 @@ class Engine:
         """The kernel model that trains these clients where their state lies, and where that is; None if there is no such kernel."""
         in_one_stage = type(self.algorithm).stages is Algorithm.stages  # these kernels know no other
         plan = self.algorithm.fused(sent) if self.kernels and in_one_stage else None
-        place = in_place(plan, clients, answer, store)
+        place = place_of(plan, clients, answer, store)
         return (plan, place) if plan and place else None
 
     def train_in_place(
@@ -297,7 +310,8 @@ class Engine:
         if self.gpu_kernels and isinstance(stage.fused, fused.DotBCE) and stage.fused.plain and not counts_steps:
             return self.train_on_gpu(block, held, stage, epoch)
         if plan is None or counts_steps or epoch:  # kernels shuffle from the first epoch on
-            return self.train_generic(block, held, sent, stage, epoch)
+            done = self.train_derived(block, held, sent, stage, epoch)
+            return self.train_generic(block, held, sent, stage, epoch) if done is None else done
         # Kernels train in place, and the algorithm's functions may have returned what they were given.
         held = {name: value.clone(memory_format=torch.contiguous_format) for name, value in held.items()}
         loss, steps = fused.train(
@@ -310,6 +324,42 @@ class Engine:
             self.algorithm.stop_below,
         )
         return held, torch.from_numpy(loss), torch.from_numpy(steps)
+
+    def train_derived(self, block: Block, held: Tensors, sent: Tensors, stage: Stage, epoch: int) -> tuple[Tensors, Tensor, Tensor] | None:
+        """Train a block by a kernel derived from the loss, compared with the generic path before its first use; None if there is none."""
+        if self.derived is None or self.derived.off:
+            return None
+        kernel = self.derived.fitting(self.algorithm, block, held, sent, stage)
+        if kernel is not None and kernel not in self.derived.compared:
+            few = few_of(block, min(kernel_check.CLIENTS, len(block.counts)))
+            size, short = len(few.counts), stage._replace(epochs=min(stage.epochs, kernel_check.EPOCHS))
+            mine, theirs = ({name: value[:size] for name, value in tensors.items()} for tensors in (held, sent))
+            self.derived.compared[kernel] = self.agrees(kernel, few, (mine, theirs), short, epoch)
+        if kernel is None or not self.derived.compared[kernel]:
+            return None
+        return train_block(kernel, self.algorithm, block, held, sent, stage, epoch)
+
+    def agrees(self, kernel: Kernel, few: Block, given: tuple[Tensors, Tensors], stage: Stage, epoch: int) -> bool:
+        """Whether a derived kernel leaves what the generic path does, for a few clients of a block; if not, the log says so."""
+        assert self.derived is not None
+
+        def real(tensors: Tensors) -> Tensors:
+            return {name: value[few.real] if name in self.algorithm.tables else value for name, value in tensors.items()}
+
+        def expected(one: Engine) -> Tensors:
+            held, sent = (kernel_check.in_type(tensors, one.dtype) for tensors in given)
+            left, loss, _ = one.train_generic(replace(few, label=few.label.to(one.dtype)), held, sent, stage, epoch)
+            return {**real(left), "loss": loss}
+
+        try:
+            held, loss, _ = train_block(kernel, self.algorithm, few, *given, stage, epoch)
+        except Unsupported as error:
+            self.derived.refuse(self.algorithm, str(error))
+            return False
+        apart = kernel_check.apart(self, {**real(held), "loss": loss}, expected, real(given[0]))
+        if apart:
+            self.derived.refuse(self.algorithm, f"its numbers differ from the loss's own in {apart}")
+        return not apart
 
     def solve(self, block: Block, held: Tensors, sent: Tensors, plan: Any) -> tuple[Tensors, Tensor, Tensor]:
         """The algorithm's closed form over all samples of a client."""
@@ -388,7 +438,7 @@ class Engine:
         return self.uploads(samples.clients, tensors)
 
 
-def in_place(
+def place_of(
     plan: fused.DotBCE | None, clients: np.ndarray, answer: Answer, store: ClientStore, sent_users: bool = False
 ) -> fused.Clients | None:
     """Where the state of these clients lies, if a kernel for `plan` can work on it there.

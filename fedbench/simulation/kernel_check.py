@@ -23,6 +23,7 @@ from fedbench.contract.algorithm import Algorithm, Answer, Tensors
 from fedbench.contract.uploads import Rows
 from fedbench.data.sampling import Samples
 from fedbench.errors import FedbenchError
+from fedbench.kernels.compiler.trace import Unsupported
 from fedbench.simulation.client_store import ClientStore, SomeClients
 from fedbench.simulation.sending import LEVELS
 
@@ -182,7 +183,8 @@ def scoring(evaluator: Evaluator, store: ClientStore, answer: Answer, clients: T
 def first_use(engine: Engine, what: str) -> bool:
     """Whether kernels may run that nobody has compared yet; from now on somebody has."""
     a, known = engine.algorithm, engine.compared
-    if known is None or what in known or not (engine.kernels or engine.gpu_kernels) or described_by(type(a)) is None:
+    written = (engine.kernels or engine.gpu_kernels) and described_by(type(a)) is not None
+    if known is None or what in known or not (written or engine.derived):
         return False
     known.add(what)
     return True
@@ -191,7 +193,13 @@ def first_use(engine: Engine, what: str) -> bool:
 def compare(engine: Engine, outcome: Callable[[Engine], Mapping[str, Tensor]], before: Mapping[str, Tensor]) -> None:
     """Raise KernelDiffers if what an engine with kernels leaves is further from what one without leaves than rounding explains."""
     expected = outcome(engine.twin(kernels=False))  # first: what does not fit raises there, where a kernel would read beyond its arrays
-    found = outcome(engine.twin(kernels=True))
+    try:
+        found = outcome(engine.twin(kernels=True))
+    except Unsupported as error:
+        assert engine.derived is not None
+        engine.derived.off = True
+        engine.derived.refuse(engine.algorithm, str(error))
+        return
     for name in sorted(expected.keys() ^ found.keys()):
         raise KernelDiffers(engine.algorithm, name, 1.0, "of it: only one of the two has it")
     apart = {
@@ -202,7 +210,25 @@ def compare(engine: Engine, outcome: Callable[[Engine], Mapping[str, Tensor]], b
     if first is None:
         return
     if engine.dtype == torch.float64 or not explained(found, expected, outcome(engine.twin(kernels=False, dtype=torch.float64)), before):
+        if engine.derived is not None and not engine.algorithm_speaks:
+            engine.derived.off = True
+            engine.derived.refuse(engine.algorithm, f"its numbers differ from the algorithm's own in {first}")
+            return
         raise KernelDiffers(engine.algorithm, first, apart[first], "of how far it moved" if first in before else "of the largest number")
+
+
+def apart(
+    engine: Engine, found: Mapping[str, Tensor], outcome: Callable[[Engine], Mapping[str, Tensor]], before: Mapping[str, Tensor]
+) -> str:
+    """The first tensor in which what a derived kernel left is further from the generic path than rounding explains; "" if none is."""
+    expected = outcome(engine.twin(kernels=False))
+    near = {name: NEAR if name == "loss" else FAR for name in expected}
+    differ = [name for name, value in expected.items() if distance(found[name], value, before.get(name), engine.dtype, near[name])]
+    if not differ:
+        return ""
+    if engine.dtype != torch.float64 and explained(found, expected, outcome(engine.twin(kernels=False, dtype=torch.float64)), before):
+        return ""
+    return differ[0]
 
 
 def explained(

@@ -20,7 +20,7 @@ from fedbench.kernels.ranking import rank_unseen
 from fedbench.simulation import kernel_check
 from fedbench.simulation.blocks import pad
 from fedbench.simulation.client_store import ClientStore
-from fedbench.simulation.engine import in_place
+from fedbench.simulation.engine import place_of
 from fedbench.simulation.generic import vmapped
 from fedbench.simulation.own_tables import FULL_ROWS
 from fedbench.simulation.sending import ALL, COMMON, NOTHING, reaching, sent_rows, sent_to, sent_whole
@@ -95,7 +95,7 @@ class Evaluator:
         if plan is None:
             return None
         store = store.lend(clients)
-        place = in_place(plan, clients.numpy(), answer, store, sent_users=sent)
+        place = place_of(plan, clients.numpy(), answer, store, sent_users=sent)
         ranked = np.arange(self.split.items)[None] if items is None else items.numpy()
         if place:
             return torch.from_numpy(fused.score(plan, place, ranked))
