@@ -413,8 +413,6 @@ def test_samples_that_are_held_stay_as_they_are() -> None:
         assert torch.equal(rows.item, item)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="torch.compile needs a C compiler")
 @pytest.mark.parametrize(
     "algorithm", [FedAvgNCF(dim=32, local_epochs=2, lr=0.02, weight_decay=0.0, clip=0.0), FedMF(dim=8)], ids=lambda a: a.name
 )
@@ -430,6 +428,8 @@ def test_where_arrays_happen_to_lie_changes_nothing(algorithm: Algorithm) -> Non
         between.append([np.empty(size, np.uint8) for size in range(40 + repeat, 4000, 97)])
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="torch.compile needs a C compiler")
 def test_compiled_equals_eager() -> None:
     stores = []
     for compile_ in (False, True):

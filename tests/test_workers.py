@@ -1,6 +1,7 @@
 """Clients shared out over workers: real torchrun, real gloo, real kills. Every result is that of one process.
 
 `torchrun -m tests.test_workers COMMAND ...` is what the workers do: one command after another, for starting Python takes longer than that.
+For the same reason torchrun itself starts them only where it is torchrun that is tested; elsewhere they are forked.
 """
 
 from __future__ import annotations
@@ -8,13 +9,15 @@ from __future__ import annotations
 import errno
 import hashlib
 import math
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -24,6 +27,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fedbench.commands import cli
@@ -87,6 +91,38 @@ def torchrun(size: int, *commands: str, options: str = "", **environment: str) -
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *options.split()]
     words += ["-m", "tests.test_workers", *commands]
     return subprocess.run(words, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=PATIENCE, check=False)
+
+
+def forked(size: int, *commands: str, **environment: str) -> list[int | None]:
+    """So many workers that carry out the commands, with the variables and the store that torchrun gives them: the exit code of each.
+
+    They are forked from a process that has imported everything and done nothing. As torchrun does, it ends the others when one is lost.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.test_workers"])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    shared |= {"TORCHELASTIC_RUN_ID": "forked", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True", **environment}
+    started = []
+    for rank in range(size):
+        own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        started.append(context.Process(target=forked_main, args=(commands, own)))
+        started[-1].start()
+    deadline = time.monotonic() + PATIENCE
+    while any(process.exitcode is None for process in started) and not any(process.exitcode for process in started):
+        assert time.monotonic() < deadline, "something hangs"
+        time.sleep(0.02)
+    for process in started:
+        process.terminate()
+        process.join(PATIENCE)
+    return [process.exitcode for process in started]
+
+
+def forked_main(commands: Sequence[str], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    sys.argv[1:] = commands
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    worker_main()
 
 
 def worker_main() -> None:
@@ -223,7 +259,7 @@ def test_a_killed_worker_and_another_number_of_them(tmp_path: Path) -> None:
     assert "resuming after round 4" in (tmp_path / "again" / "log.txt").read_text()
     assert_same_run(tmp_path / "again", tmp_path / "steady")
 
-    assert torchrun(2, f"{KILLED} --out {tmp_path / 'fewer'}", KILL_AT="4").returncode == 1
+    assert forked(2, f"{KILLED} --out {tmp_path / 'fewer'}", KILL_AT="4")[-1] == -signal.SIGKILL
     assert cli.main([*KILLED.split(), "--out", str(tmp_path / "fewer")]) == 0
     assert "resuming after round 2" in (tmp_path / "fewer" / "log.txt").read_text()
     assert_same_run(tmp_path / "fewer", tmp_path / "steady")
@@ -234,15 +270,14 @@ def test_three_workers_and_mail_that_waits_for_another_number_of_them(tmp_path: 
     words = f"{KILLED} --agg-ratio 0.5 --keep-state best"
     for name in ("few", "everybody", "alike"):
         assert cli.main([*f"{RUNS[name]} {COMMON}".split(), "--out", str(tmp_path / f"{name}-1")]) == 0
-    done = torchrun(3, *(f"{RUNS[name]} {COMMON} --out {tmp_path / f'{name}-3'}" for name in ("few", "everybody", "alike")))
-    assert done.returncode == 0, done.stderr
+    assert forked(3, *(f"{RUNS[name]} {COMMON} --out {tmp_path / f'{name}-3'}" for name in ("few", "everybody", "alike"))) == [0] * 3
     for name in ("few", "everybody", "alike"):
         assert_same_run(tmp_path / f"{name}-3", tmp_path / f"{name}-1")
 
     assert cli.main([*words.split(), "--out", str(tmp_path / "steady")]) == 0
     for size, killed_at in ((1, 4), (2, 6)):
-        assert torchrun(size, f"{words} --out {tmp_path / 'again'}", KILL_AT=str(killed_at)).returncode == 1
-    assert torchrun(3, f"{words} --out {tmp_path / 'again'}").returncode == 0
+        assert forked(size, f"{words} --out {tmp_path / 'again'}", KILL_AT=str(killed_at))[-1] == -signal.SIGKILL
+    assert forked(3, f"{words} --out {tmp_path / 'again'}") == [0] * 3
     said = (tmp_path / "again" / "log.txt").read_text()
     assert "resuming after round 2" in said and "resuming after round 4" in said
     assert_same_run(tmp_path / "again", tmp_path / "steady")
@@ -253,8 +288,8 @@ def test_clients_in_files_of_any_number_of_workers(tmp_path: Path) -> None:
     words, out = f"{KILLED} --agg-ratio 0.5", tmp_path / "again"
     assert cli.main([*f"{words} --client-store mmap".split(), "--out", str(tmp_path / "steady")]) == 0
     for size, where, killed_at in ((2, "mmap", 4), (3, "mmap", 6), (2, "ram", 8)):
-        assert torchrun(size, f"{words} --client-store {where} --out {out}", KILL_AT=str(killed_at)).returncode == 1
-    assert torchrun(2, f"{words} --client-store mmap --out {out}").returncode == 0
+        assert forked(size, f"{words} --client-store {where} --out {out}", KILL_AT=str(killed_at))[-1] == -signal.SIGKILL
+    assert forked(2, f"{words} --client-store mmap --out {out}") == [0] * 2
     said = (out / "log.txt").read_text()
     assert [f"resuming after round {round_}" in said for round_ in (2, 4, 6)] == [True] * 3
     assert_same_run(out, tmp_path / "steady")
