@@ -285,7 +285,9 @@ def train_cohort(
         value = torch.from_numpy(array).reshape(-1, *row_shape(first.rows[name][0], answer, store))
         tensors[name] = Rows(torch.from_numpy(samples.touched), torch.from_numpy(samples.row), value)
     if first.stored:
-        tensors |= {name: value for name, value in engine.from_store(store, samples).items() if name in first.stored}
+        everybody = np.array_equal(samples.clients, np.arange(store.clients.start, store.clients.stop))
+        own = store.read(torch.from_numpy(samples.clients), whole=everybody)
+        tensors |= {name: own[name] for name in first.stored}
     return {**tensors, **dense}, torch.from_numpy(losses), updates
 
 

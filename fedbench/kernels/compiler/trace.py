@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 from fedbench.kernels.compiler.graph import LANE, Graph, Shape, Value, broadcast
 from fedbench.kernels.compiler.weights import PLAIN, Degrees, NotLinear
@@ -28,6 +30,10 @@ ITEMS = "items"
 """the index of samples into touched rows"""
 Key = tuple[str, str]
 """("held" or "sent", name of a tensor), ("sample", label, weight or rows), or ("index", "items")"""
+
+
+OURS = re.compile(r"[/\\](torch|fedbench[/\\](kernels|simulation|testing))[/\\]")
+"""files whose lines say nothing to the author of a method"""
 
 
 class Unsupported(Exception):
@@ -56,12 +62,14 @@ WHOLE = (aten.mm.default, aten.mv.default, aten.bmm.default, aten.dot.default, a
 def trace(function: Callable[..., Any], leaves: Mapping[Key, Tensor], names: Sequence[str]) -> tuple[Graph, dict[str, Value]]:
     """The graph of a function of tensors, given in the order of `leaves`, that returns a list of tensors, called by `names`."""
     table = {op: how for op, how in core_aten_decompositions().items() if op not in WHOLE}
+    lines = Lines()
     try:
-        module = make_fx(function, decomposition_table=table, record_stack_traces=True)(*leaves.values())
+        with lines:
+            module = make_fx(function, decomposition_table=table)(*leaves.values())
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         raise Unsupported(f"torch cannot record it: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
     module.graph.eliminate_dead_code()
-    return Translation(module, leaves).translate(names)
+    return Translation(module, leaves, lines).translate(names)
 
 
 def example(shape: Sequence[int | str], dtype: torch.dtype = torch.float64) -> Tensor:
@@ -83,10 +91,33 @@ def marked(shape: Sequence[int]) -> Shape:
     return found
 
 
+class Lines(TorchFunctionMode):
+    """Remembers from which line of the method's file each of torch's functions was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[str, str] = {}
+
+    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame: Any = sys._getframe(1)
+        while frame is not None and OURS.search(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is not None:
+            code = frame.f_code
+            said = f" ({os.path.basename(code.co_filename)}, line {frame.f_lineno}, in {code.co_name})"
+            self.known[getattr(function, "__name__", "").strip("_")] = said
+        return function(*args, **(kwargs or {}))
+
+    def of(self, target: Any) -> str:
+        """The line that an operation comes from; "" if it is one that torch made of another."""
+        return self.known.get(str(target).split(".")[1].strip("_"), "") if "." in str(target) else ""
+
+
 class Translation:
     """Torch's record of one function, operation by operation."""
 
-    def __init__(self, module: Any, leaves: Mapping[Key, Tensor]) -> None:
+    def __init__(self, module: Any, leaves: Mapping[Key, Tensor], lines: Lines) -> None:
+        self.lines = lines
         self.module, self.graph, self.degrees = module, Graph(), Degrees()
         self.values: dict[Any, Any] = {}
         places = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -108,7 +139,7 @@ class Translation:
                     self.values[node] = self.translated(node)
                 except (Unsupported, NotImplementedError, AssertionError, KeyError, IndexError) as error:
                     what = str(error) if isinstance(error, Unsupported | NotImplementedError) and str(error) else f"{node.target}"
-                    raise Unsupported(f"{what}{where(node)}") from error
+                    raise Unsupported(f"{what}{self.lines.of(node.target)}") from error
         out = next(node for node in self.module.graph.nodes if node.op == "output").args[0]
         found = [self.values[one] if isinstance(one, torch.fx.Node) else self.graph.const(0.0) for one in out]
         return self.graph, dict(zip(names, found, strict=True))
@@ -202,9 +233,9 @@ class Translation:
             return g.ew("pick", g.ew("abs", args[0]), -1.0, 0.0, 1.0)
         if target is aten.logical_not.default or target is aten.bitwise_not.default:
             return g.ew("sub", 1.0, args[0])
-        if target in (aten.logical_and.default, aten.bitwise_and.Tensor):
+        if target in (aten.logical_and.default, aten.logical_and_.default, aten.bitwise_and.Tensor):
             return g.ew("mul", *args[:2])
-        if target in (aten.logical_or.default, aten.bitwise_or.Tensor):
+        if target in (aten.logical_or.default, aten.logical_or_.default, aten.bitwise_or.Tensor):
             return g.ew("max", *args[:2])
         if target is aten.where.self:
             yes, no = (g.expand(self.number(one), broadcast(self.number(one).shape, shape)) for one in args[1:3])
@@ -324,16 +355,3 @@ class Translation:
         if target is aten.scalar_tensor.default:
             return g.const(args[0], shape)
         return None
-
-
-OURS = re.compile(r"[/\\](torch|fedbench[/\\](kernels|simulation|testing))[/\\]")
-FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-
-
-def where(node: Any) -> str:
-    """The line of the method's file that an operation comes from; "" if torch does not say."""
-    frames = [found for found in FRAME.findall(node.meta.get("stack_trace") or node.stack_trace or "") if not OURS.search(found[0])]
-    if not frames:
-        return ""
-    file, line, function = frames[-1]
-    return f" ({os.path.basename(file)}, line {line}, in {function})"
