@@ -465,3 +465,37 @@ def outer(many: int) -> Any:
         return types.void(turned, whole, values, whole, whole, whole, out, whole), generate
 
     return intrinsic(fill)
+
+
+def gatherer(many: int) -> Any:
+    """A function that adds weighted blocks of numbers, listed by their places, to one such block; all its sums are in registers at once.
+
+    add(values, x, which, w, weights, v, count, out, y): the lanes at out[y + o·WIDTH] += sum over k < count of weights[v + k] · those at
+    values[x + (which[w + k]·many + o)·WIDTH], o < many
+    """
+
+    def add(typing: Any, values: Any, x: Any, which: Any, w: Any, weights: Any, v: Any, count: Any, out: Any, y: Any) -> Any:
+        n, align = types.intp, values.dtype.bitwidth // 8
+
+        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            vector = context.get_value_type(Lanes(values.dtype))
+            at, times = _addresses(context, builder, signature, given)
+
+            def lanes(place: Any) -> Any:
+                return builder.bitcast(place, vector.as_pointer())
+
+            sums = [cgutils.alloca_once(builder, vector) for _ in range(many)]
+            for o, place in enumerate(sums):
+                builder.store(builder.load(lanes(at(7, o * WIDTH)), align=align), place)
+            with cgutils.for_range(builder, given[6]) as loop:
+                block = times(many * WIDTH, builder.sext(builder.load(at(2, loop.index)), ir.IntType(64)))
+                weight = _filled(builder, builder.load(at(4, loop.index)), vector)
+                for o, place in enumerate(sums):
+                    _times(builder, place, weight, builder.load(lanes(at(0, block, o * WIDTH)), align=align))
+            for o, place in enumerate(sums):
+                builder.store(builder.load(place), lanes(at(7, o * WIDTH)), align=align)
+            return context.get_dummy_value()
+
+        return types.void(values, n, which, n, weights, n, n, out, n), generate
+
+    return intrinsic(add)
