@@ -23,7 +23,7 @@ class SparseWeights(NamedTuple):
 
     ptr: Tensor
     """[R + 1] where the list of each mixture begins"""
-    index: Tensor
+    table: Tensor
     """[K] which tables, ascending in each list; 32 bits"""
     value: Tensor
     """[K] what they weigh, in float64"""
@@ -51,7 +51,7 @@ class SparseWeights(NamedTuple):
             ends = self.ptr[at : at + len(some) + 1]
             row, mine = torch.arange(len(some)).repeat_interleave(ends.diff()), slice(int(ends[0]), int(ends[-1]))
             block = self.value.new_zeros(some.shape)
-            block[row, self.index[mine].long()] = self.value[mine]
+            block[row, self.table[mine].long()] = self.value[mine]
             some.copy_(block.add_(self.share[at : at + len(some), None] * self.common))
             at += len(some)
         return out
@@ -63,7 +63,7 @@ class SparseWeights(NamedTuple):
         begin, end = (self._from(number) for number in (first, first + len(tables)))
         some = self.common[first : first + len(tables)]
         mixtures.mix(
-            *(flat.numpy(), first, begin.numpy(), end.numpy(), self.index.numpy(), self.value.to(flat.dtype).numpy()),
+            *(flat.numpy(), first, begin.numpy(), end.numpy(), self.table.numpy(), self.value.to(flat.dtype).numpy()),
             *(self.share.to(flat.dtype).numpy(), some.to(flat.dtype).numpy(), mixed is not None, out.numpy()),
         )
         return out.view(len(out), *tables.shape[1:])
@@ -73,7 +73,7 @@ class SparseWeights(NamedTuple):
         if number <= 0 or number >= len(self.common):
             return self.ptr[:-1] if number <= 0 else self.ptr[1:]
         # Counted before each list and within it: lists are ascending, so what is below the number comes first.
-        below = torch.cat([self.ptr[:1], (self.index < number).cumsum(0)])
+        below = torch.cat([self.ptr[:1], (self.table < number).cumsum(0)])
         return self.ptr[:-1] + below[self.ptr[1:]] - below[self.ptr[:-1]]
 
 

@@ -120,7 +120,8 @@ class Tables(NamedTuple):
         What it costs depends on how many weights are not 0, in whichever form they come.
         """
         if isinstance(weights, Tensor) and weights.dim() == 1:
-            return reduce(torch.add, self.passed(lambda: weighted_tables(weights[None, self.own], self.value)))
+            mine = weights[None, self.own]
+            return reduce(torch.add, self.passed(lambda: weighted_tables(mine, self.value)))
         weights, mixed, at = faster_form(weights, self.value), self.value, 0
         for tables in self.passed(lambda: self.value):
             if isinstance(weights, SparseWeights):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from fedbench.kernels.layers import DIVIDE, FAST, OUTS, compiled, copy
+from fedbench.kernels.layers import DIVIDE, FAST, OUTS, compiled, copy, uninitialised
 from fedbench.kernels.vectors import WIDTH, gatherer, prefetch, put, spread, take
 
 COLUMNS = OUTS * WIDTH
@@ -70,10 +70,8 @@ def mix(
     for b in prange(blocks):
         column = b * COLUMNS
         wide = min(COLUMNS, numbers - column)
-        room = np.empty((clients + 3) * COLUMNS, tables.dtype)
-        skip = -(room.ctypes.data // room.itemsize) % WIDTH
-        beside = room[skip : skip + clients * COLUMNS]
-        alike, line = room[skip + clients * COLUMNS :], room[skip + (clients + 1) * COLUMNS :]
+        beside = uninitialised(clients * COLUMNS, tables)
+        alike, line = uninitialised(COLUMNS, tables), uninitialised(COLUMNS, tables)
         _take_columns(flat, numbers, column, wide, common, beside, alike)
         for r in range(begin.size):
             mine = spread(share[r])
@@ -90,7 +88,7 @@ def mix(
 def _take_columns(
     flat: np.ndarray, numbers: int, column: int, wide: int, common: np.ndarray, beside: np.ndarray, alike: np.ndarray
 ) -> None:
-    """beside [K, COLUMNS]: so many columns of all tables [K, numbers], zeros behind; alike [COLUMNS]: their sum with the weights `common`."""
+    """beside [K, COLUMNS]: `wide` columns of all tables [K, numbers], zeros behind; alike [COLUMNS]: their sum weighed by `common`."""
     alike[:COLUMNS] = 0
     for s in range(common.size):
         at = s * COLUMNS
