@@ -19,12 +19,14 @@ not train a client's own rows, all samples are one step, the user vector stays o
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fedbench.contract.algorithm import OWN, Algorithm, Answer, Batch, Phase, Tensors, World, bce
+from fedbench.contract.mixtures import SparseWeights, collected, in_blocks
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
 from fedbench.contract.uploads import Tables, Uploads
@@ -202,35 +204,48 @@ class FedEM(Algorithm):
         mixed = tables.mixed(self.weights(tables, uploads.dense("samples", picked)))
         return delivered(server, "tables", mixed, uploads.clients[picked][tables.own], uploads)
 
-    def weights(self, tables: Tables, samples: Tensor) -> Tensor:
+    def weights(self, tables: Tables, samples: Tensor) -> Tensor | SparseWeights:
         """[R, M, d] of S, [S] -> [R, S]: row u says how much each table weighs in client u's mixture; [S] if that is the same for all."""
-        p = in_float64(samples) / in_float64(samples.sum().clamp(min=1))
+        samples = in_float64(samples)
+        p = samples / samples.sum().clamp(min=1)
         cap = max(self.max_weight, 1 / len(p))  # fewer clients than expected may have answered
         if self.aggregation == "avg" or (self.aggregation == "both" and self.alpha == 0):
             return solve_weights(p[None], self.solver, cap)[0]
         sigma = similarity(tables.each(signatures), self.similarity, tables.own)
         if self.exclude_self:
             sigma.diagonal(tables.start).zero_()
+        solved = (solve_weights(self.target(in_float64(some), p), self.solver, cap) for some in in_blocks(sigma))
+        return self.with_floor(solved, samples, cap, tables.own)
+
+    def target(self, sigma: Tensor, p: Tensor) -> Tensor:
+        """[r, S], [S] -> [r, S]: what the quadratic program takes the nearest weights to."""
         if self.aggregation == "sim":
             sigma = sigma.clamp(min=0)
-            target = sigma / sigma.sum(dim=1, keepdim=True).clamp(min=1e-12)
-        else:
-            target = p + self.alpha * sigma
-            if self.objective == "paper":
-                target = target / (1 + self.alpha)
-        return self.with_floor(solve_weights(target, self.solver, cap), p, cap, tables.start)
+            return sigma / sigma.sum(dim=1, keepdim=True).clamp(min=1e-12)
+        return torch.add(p, sigma, alpha=self.alpha) / (1 + self.alpha if self.objective == "paper" else 1)
 
-    def with_floor(self, weights: Tensor, p: Tensor, cap: float, start: int) -> Tensor:
-        """[R, S] -> [R, S]: `floor` of every row goes to the other clients by their samples; row r is client start + r of the S.
+    def with_floor(self, solved: Iterable[Tensor], samples: Tensor, cap: float, own: slice) -> Tensor | SparseWeights:
+        """Rows of weights [r, S], in turn those of all `own` clients -> [R, S]: `floor` of each goes to the others by their samples.
 
         Both parts of a row obey the cap, so their sum does. A client without others that have samples keeps its row as it is.
         """
-        if not self.floor:
-            return weights
-        others = p.expand_as(weights).clone()
-        others.diagonal(start).zero_()
-        total = others.sum(dim=1, keepdim=True)
-        others = torch.where(total > 0, others / total.clamp(min=1e-300), weights)
-        if cap < 1:
-            others = solve_weights(others, self.solver, cap)
-        return (1 - self.floor) * weights + self.floor * others
+        mine = samples[own]
+        left = samples.sum() - mine
+        floor = self.floor * (left > 0).to(left)
+        # All clients but oneself is everybody, which is the same for all rows, less oneself: the rows keep their zeros.
+        share = floor / left.clamp(min=1e-300) if cap == 1 else torch.zeros_like(mine)
+
+        def floored() -> Iterator[Tensor]:
+            at = 0
+            for weights in solved:
+                some = slice(at, at + len(weights))
+                weights *= 1 - floor[some, None]
+                if cap < 1 and self.floor:
+                    others = samples.expand_as(weights).clone()
+                    others.diagonal(own.start + at).zero_()
+                    weights += floor[some, None] * solve_weights(others / left[some, None].clamp(min=1e-300), self.solver, cap)
+                weights.diagonal(own.start + at).sub_(share[some] * mine[some])
+                at = some.stop
+                yield weights
+
+        return collected(floored(), share, samples)

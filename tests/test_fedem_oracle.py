@@ -16,6 +16,7 @@ from sklearn.decomposition import PCA
 from torch import Tensor, nn
 
 from fedbench.algorithms.fedem import FedEM
+from fedbench.contract.mixtures import SparseWeights
 from fedbench.contract.randomness import Draw, keys
 from fedbench.contract.uploads import Tables
 from fedbench.data.sampling import Samples, cohort_of, sample_round
@@ -217,9 +218,11 @@ def test_both_solvers_train_the_same_numbers() -> None:
 def test_no_client_weighs_more_than_the_cap(monkeypatch: pytest.MonkeyPatch, floor: float) -> None:
     solve, seen = FedEM.weights, []
 
-    def recording(*arguments: Any) -> Tensor:
-        seen.append(solve(*arguments))
-        return seen[-1]
+    def recording(*arguments: Any) -> SparseWeights:
+        found = solve(*arguments)
+        assert isinstance(found, SparseWeights)
+        seen.append(found.dense())
+        return found
 
     monkeypatch.setattr(FedEM, "weights", recording)
     alone = {**SMALL, "exclude_self": False, "objective": "code", "floor": floor}
@@ -237,7 +240,9 @@ def weights_of(recipe: FedEM, samples: list[float], start: int = 0, here: int | 
     """What the server makes of random tables, `here` of them on this worker from `start` on."""
     tables = torch.from_numpy(np.random.default_rng(0).normal(size=(len(samples), 30, 4)))
     mine = tables[start : start + (here or len(samples))]
-    return recipe.weights(Tables(mine, start, len(samples), lambda make: iter([signatures(tables)])), torch.tensor(samples))
+    found = recipe.weights(Tables(mine, start, len(samples), lambda make: iter([signatures(tables)])), torch.tensor(samples))
+    assert isinstance(found, SparseWeights)
+    return found.dense()
 
 
 def test_the_floor_goes_to_all_others_by_their_samples() -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from fedbench.contract.central import Central, Pool
     from fedbench.contract.dataset import DatasetOptions, Interactions
+    from fedbench.contract.mixtures import SparseWeights
     from fedbench.contract.randomness import Draw
     from fedbench.contract.registry import register, register_dataset
     from fedbench.contract.uploads import Rows, Tables, Uploads
@@ -39,6 +40,7 @@ _PLACES = {
     **dict.fromkeys(("register", "register_dataset"), "fedbench.contract.registry"),
     **dict.fromkeys(("Rows", "Tables", "Uploads"), "fedbench.contract.uploads"),
     "Draw": "fedbench.contract.randomness",
+    "SparseWeights": "fedbench.contract.mixtures",
     "UsageError": "fedbench.errors",
 }
 
@@ -58,6 +60,7 @@ __all__ = [
     "Pool",
     "Pull",
     "Rows",
+    "SparseWeights",
     "Stage",
     "Tables",
     "Tensors",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedbench.contract.algorithm import World
+from fedbench.contract.mixtures import SparseWeights, faster_form
 from fedbench.contract.plugin_errors import Misuse, meant
 from fedbench.contract.storage import Memory
 from fedbench.kernels.rows import summed_by_item
@@ -113,17 +114,22 @@ class Tables(NamedTuple):
         blocks = list(self.passed(lambda: make(self.value)))
         return torch.cat(blocks) if len(blocks) > 1 else blocks[0]
 
-    def mixed(self, weights: Tensor) -> Tensor:
-        """[R, S] -> [R, M, ...]: a mixture of all tables for each client whose table is here; [S] -> [1, M, ...]: one for all clients."""
-        if weights.dim() == 1:
-            return reduce(torch.add, self.passed(lambda: weighted_tables(weights[None, self.own], self.value)))
-        mixed, at = self.value, 0
+    def mixed(self, weights: Tensor | SparseWeights) -> Tensor:
+        """[R, S] -> [R, M, ...]: a mixture of all tables for each client whose table is here; [S] -> [1, M, ...]: one for all clients.
+
+        What it costs depends on how many weights are not 0, in whichever form they come.
+        """
+        if isinstance(weights, Tensor) and weights.dim() == 1:
+            mine = weights[None, self.own]
+            return reduce(torch.add, self.passed(lambda: weighted_tables(mine, self.value)))
+        weights, mixed, at = faster_form(weights, self.value), self.value, 0
         for tables in self.passed(lambda: self.value):
-            some = weights[:, at : at + len(tables)]
-            if at == 0:
-                mixed = weighted_tables(some, tables)
+            if isinstance(weights, SparseWeights):
+                mixed = weights.onto(mixed if at else None, tables, at)
+            elif at == 0:
+                mixed = weighted_tables(weights[:, : len(tables)], tables)
             else:
-                mixed.flatten(1).addmm_(some.to(tables), tables.flatten(1))
+                mixed.flatten(1).addmm_(weights[:, at : at + len(tables)], tables.flatten(1))
             at += len(tables)
         return mixed
 

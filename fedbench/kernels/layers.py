@@ -80,6 +80,14 @@ def zeros(n: int, like: np.ndarray) -> np.ndarray:
     return room[skip : skip + n]
 
 
+@njit
+def uninitialised(n: int, like: np.ndarray) -> np.ndarray:
+    """n numbers of another array's type, not set, that begin where a cache line does."""
+    room = np.empty(n + WIDTH, like.dtype)
+    skip = -(room.ctypes.data // room.itemsize) % WIDTH
+    return room[skip : skip + n]
+
+
 @njit(inline="always")
 def part(room: np.ndarray, at: int, n: int) -> tuple[np.ndarray, int]:
     """n numbers of an array from `at` on, and where the next part begins: with a cache line, if `at` does."""

@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from fedbench.kernels.layers import DIVIDE, FAST
+from fedbench.kernels.cholesky import add_squares, solve, weighted_sum
+from fedbench.kernels.layers import DIVIDE, FAST, compiled, copy, padded, take_rows, uninitialised
+from fedbench.kernels.vectors import WIDTH, prefetch, put, spread, take
+
+CHUNK = 64
+"""samples that are multiplied at once: their rows stay in the first cache"""
+AHEAD = 8
+"""rows that are fetched before they are read"""
 
 
 @njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
@@ -20,58 +27,106 @@ def solve_users(
     positives: bool,
     user: np.ndarray,
 ) -> None:
-    """items [C, T, d], local and label [C, S], base [d, d] -> user [C, d]. Only lower triangles are made and read."""
+    """items [C, T, d], local and label [C, S], base [d, d] -> user [C, d], from all samples or those of a positive label."""
     d = base.shape[0]
     for c in prange(counts.size):
-        normal = base.copy()
-        right = np.zeros(d, base.dtype)
-        rows = np.zeros((4, d), base.dtype)
-        used, waiting = 0, 0
-        for s in range(counts[c]):
-            if label[c, s] > 0 or not positives:
-                row = items[c, local[c, s]]
-                right += label[c, s] * row
-                rows[waiting] = row
-                used += 1
-                waiting += 1
-            if waiting == 4 or (s == counts[c] - 1 and waiting > 0):
-                rows[waiting:] = 0
-                _add_squares(rows, normal)
-                waiting = 0
-        for i in range(d):
-            normal[i, i] += l2 * (used + mass)
-        _cholesky(normal)
-        for i in range(d):
-            total = right[i]
-            for j in range(i):
-                total -= normal[i, j] * right[j]
-            right[i] = total / normal[i, i]
-        for i in range(d - 1, -1, -1):
-            right[i] /= normal[i, i]
-            for j in range(i):
-                right[j] -= normal[i, j] * right[i]
-        user[c] = right
+        used, value = _counting(local[c], label[c], 0, counts[c], positives, base)
+        user[c] = _from_squares(items[c].reshape(-1), d, used, value, base, l2 * (used.size + mass))[:d]
 
 
-@njit(fastmath=FAST, error_model=DIVIDE, cache=True)
-def _add_squares(rows: np.ndarray, out: np.ndarray) -> None:
-    """out += Σ row rowᵀ of four rows, so that `out` is read and written once for all of them."""
-    first, second, third, fourth = rows[0], rows[1], rows[2], rows[3]
-    for i in range(out.shape[0]):
-        a, b, c, e = first[i], second[i], third[i], fourth[i]
-        line = out[i]
-        for j in range(min(out.shape[0], (i // 16 + 1) * 16)):  # to a multiple of 16: whole vectors
-            line[j] += a * first[j] + b * second[j] + c * third[j] + e * fourth[j]
+@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
+def solve_listed_users(
+    table: np.ndarray,
+    diagonal: np.ndarray,
+    ptr: np.ndarray,
+    local: np.ndarray,
+    label: np.ndarray,
+    row_ptr: np.ndarray,
+    row: np.ndarray,
+    mass: float,
+    l2: float,
+    positives: bool,
+    user: np.ndarray,
+) -> None:
+    """table [M, d], diagonal [d] -> user [C, d], from samples where they lie: client c's sample s is item row[row_ptr[c] + local[s]].
+
+    In a basis in which the matrix of all items is this diagonal, so that a client with few samples can be solved with a number a sample
+    instead of one a feature: (D + RᵀR)⁻¹Rᵀy = D⁻¹Rᵀ(1 + R D⁻¹Rᵀ)⁻¹y. d is a multiple of WIDTH.
+    """
+    d = table.shape[1]
+    flat, base = table.reshape(-1), np.diag(diagonal)
+    for c in prange(ptr.size - 1):
+        used, value = _counting(local, label, ptr[c], ptr[c + 1], positives, diagonal)
+        for s in range(used.size):
+            used[s] = row[row_ptr[c] + used[s]]
+        shrink = l2 * (used.size + mass)
+        if used.size == 0:
+            user[c] = 0
+        elif padded(used.size) < d:
+            user[c] = _from_samples(table, used, value, diagonal, shrink)
+        else:
+            user[c] = _from_squares(flat, d, used, value, base, shrink)
 
 
-@njit(fastmath=FAST, error_model=DIVIDE, cache=True)
-def _cholesky(matrix: np.ndarray) -> None:
-    """The lower triangle becomes its Cholesky factor."""
-    for i in range(matrix.shape[0]):
-        mine = matrix[i]
-        for j in range(i + 1):
-            other = matrix[j]
-            total = mine[j]
-            for k in range(j):
-                total -= mine[k] * other[k]
-            mine[j] = np.sqrt(total) if i == j else total / other[j]
+@compiled()
+def _counting(
+    local: np.ndarray, label: np.ndarray, begin: int, end: int, positives: bool, like: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The samples from `begin` to `end` that count: their places among the client's rows, and their labels as numbers of a type."""
+    used, value, many = np.empty(end - begin, np.int32), np.empty(end - begin, like.dtype), 0
+    for s in range(begin, end):
+        used[many], value[many] = local[s], label[s]
+        many += label[s] > 0 or not positives
+    return used[:many], value[:many]
+
+
+@compiled()
+def _from_squares(flat: np.ndarray, d: int, used: np.ndarray, value: np.ndarray, base: np.ndarray, shrink: float) -> np.ndarray:
+    """(base + shrink·1 + RᵀR)⁻¹Rᵀy of the used rows of a table with d numbers a row, with zeros behind."""
+    size = padded(d)
+    by = size + WIDTH
+    matrix, rows = uninitialised(size * by, base), uninitialised(CHUNK * by, base)
+    matrix[:] = 0
+    rows[:] = 0
+    for i in range(d):
+        copy(base[i], 0, matrix, i * by, d)
+    for i in range(size):
+        matrix[i * by + i] += shrink if i < d else 1
+    for start in range(0, used.size, CHUNK):
+        many = min(CHUNK, used.size - start)
+        for s in range(many):
+            if start + s + AHEAD < used.size:
+                for j in range(0, d, WIDTH):
+                    prefetch(flat, used[start + s + AHEAD] * d + j)
+            copy(flat, used[start + s] * d, rows, s * by, d)
+            rows[s * by + size] = value[start + s]
+        add_squares(rows, by, WIDTH, many, size, by, matrix)
+    out = uninitialised(size, base)
+    solve(matrix, size, uninitialised(size, base), out)
+    return out
+
+
+@compiled()
+def _from_samples(table: np.ndarray, used: np.ndarray, value: np.ndarray, diagonal: np.ndarray, shrink: float) -> np.ndarray:
+    """D⁻¹Rᵀ(1 + R D⁻¹Rᵀ)⁻¹y of the used rows of a table, D = diagonal + shrink."""
+    d, n, size = table.shape[1], used.size, padded(used.size)
+    by = size + WIDTH
+    beside, matrix = uninitialised(size * d, table), uninitialised(size * by, table)
+    take_rows(table, used, beside, 0, d * WIDTH)
+    for j in range(d):
+        root = spread(table.dtype.type(1 / np.sqrt(diagonal[j] + shrink)))
+        for at in range(j * WIDTH, size * d, d * WIDTH):
+            put(beside, at, root * take(beside, at))
+    for s in range(n, size):
+        beside[(size - WIDTH) * d + s % WIDTH :: WIDTH] = 0
+    matrix[:] = 0
+    add_squares(beside, WIDTH, d * WIDTH, d, size, size, matrix)
+    for s in range(size):
+        matrix[s * by + s] += 1
+        matrix[s * by + size] = value[s] if s < n else 0
+    each, out = uninitialised(size, table), uninitialised(d, table)
+    solve(matrix, size, uninitialised(size, table), each)
+    weighted_sum(table.reshape(-1), d, used, each, out)
+    for j in range(d):
+        out[j] /= diagonal[j] + shrink
+    return out

@@ -8,6 +8,7 @@ vector instruction of the machine becomes several. What works lane by lane takes
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable
 from functools import partial
@@ -481,3 +482,137 @@ def outer(many: int) -> Any:
         return types.void(turned, whole, values, whole, whole, whole, out, whole), generate
 
     return intrinsic(fill)
+
+
+def gatherer(many: int) -> Any:
+    """A function that adds weighted blocks of numbers, listed by their places, to one such block; all its sums are in registers at once.
+
+    add(values, x, which, w, weights, v, count, out, y): the lanes at out[y + o·WIDTH] += sum over k < count of weights[v + k] · those at
+    values[x + (which[w + k]·many + o)·WIDTH], o < many
+    """
+
+    def add(typing: Any, values: Any, x: Any, which: Any, w: Any, weights: Any, v: Any, count: Any, out: Any, y: Any) -> Any:
+        n, align = types.intp, values.dtype.bitwidth // 8
+
+        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            vector = context.get_value_type(Lanes(values.dtype))
+            at, times = _addresses(context, builder, signature, given)
+
+            def lanes(place: Any) -> Any:
+                return builder.bitcast(place, vector.as_pointer())
+
+            sums = [cgutils.alloca_once(builder, vector) for _ in range(many)]
+            for o, place in enumerate(sums):
+                builder.store(builder.load(lanes(at(7, o * WIDTH)), align=align), place)
+            with cgutils.for_range(builder, given[6]) as loop:
+                block = times(many * WIDTH, builder.sext(builder.load(at(2, loop.index)), ir.IntType(64)))
+                weight = _filled(builder, builder.load(at(4, loop.index)), vector)
+                for o, place in enumerate(sums):
+                    _times(builder, place, weight, builder.load(lanes(at(0, block, o * WIDTH)), align=align))
+            for o, place in enumerate(sums):
+                builder.store(builder.load(place), lanes(at(7, o * WIDTH)), align=align)
+            return context.get_dummy_value()
+
+        return types.void(values, n, which, n, weights, n, n, out, n), generate
+
+    return intrinsic(add)
+
+
+def tiler(ups: int, many: int, less: bool = False) -> Any:
+    """A function that adds a sum of outer products to a tile of `ups` rows of `many` lanes, or subtracts it (less), all in registers.
+
+    tile(left, x, right, y, step, block, count, out, at, by): the lanes at out[at + u·by + i·WIDTH] += sum over k < count of
+    left[x + k·step + u] · the lanes at right[y + k·step + i·block], u < ups, i < many
+    """
+
+    def tile(typing: Any, left: Any, x: Any, right: Any, y: Any, step: Any, block: Any, count: Any, out: Any, to: Any, by: Any) -> Any:
+        n, align = types.intp, left.dtype.bitwidth // 8
+
+        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            vector = context.get_value_type(Lanes(left.dtype))
+            at, times = _addresses(context, builder, signature, given)
+
+            def lanes(place: Any) -> Any:
+                return builder.bitcast(place, vector.as_pointer())
+
+            places = [[lanes(at(7, times(u, given[9]), i * WIDTH)) for i in range(many)] for u in range(ups)]
+            sums = [[cgutils.alloca_once(builder, vector) for _ in range(many)] for _ in range(ups)]
+            for u, i in itertools.product(range(ups), range(many)):
+                builder.store(builder.load(places[u][i], align=align), sums[u][i])
+            with cgutils.for_range(builder, given[6]) as loop:
+                ahead = builder.mul(loop.index, given[4])
+                cells = [builder.load(lanes(at(2, ahead, times(i, given[5]))), align=align) for i in range(many)]
+                for u in range(ups):
+                    factor = _filled(builder, builder.load(at(0, ahead, u)), vector)
+                    factor = builder.fneg(factor) if less else factor
+                    for i in range(many):
+                        _times(builder, sums[u][i], factor, cells[i])
+            for u, i in itertools.product(range(ups), range(many)):
+                builder.store(builder.load(sums[u][i]), places[u][i], align=align)
+            return context.get_dummy_value()
+
+        return types.void(left, n, right, n, n, n, n, out, n, n), generate
+
+    return intrinsic(tile)
+
+
+def _less(builder: Any, value: Any, factor: Any, other: Any) -> Any:
+    return builder.fsub(value, builder.fmul(factor, other, flags=EXACT), flags=EXACT)
+
+
+@intrinsic
+def factor_square(typing: Any, matrix: Any, at: Any, by: Any, inverse: Any, to: Any) -> Any:
+    """Sixteen lanes, one every `by` numbers from matrix[at] on: their upper triangle becomes its Cholesky factor U, UᵀU as before.
+
+    inverse[to + r] = 1 / U[r, r]. What is below the diagonal has no meaning afterwards.
+    """
+    n, align = types.intp, matrix.dtype.bitwidth // 8
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        kind = context.get_value_type(matrix.dtype)
+        vector = context.get_value_type(Lanes(matrix.dtype))
+        first = _pointer(context, builder, signature, given)
+        last = _pointer(context, builder, signature, given, 3)
+        whole = ir.IntType(64)
+        places = [
+            builder.bitcast(builder.gep(first, [builder.mul(ir.Constant(whole, r), given[2])]), vector.as_pointer()) for r in range(WIDTH)
+        ]
+        rows = [builder.load(place, align=align) for place in places]
+        for r in range(WIDTH):
+            pivot = builder.extract_element(rows[r], ir.Constant(ir.IntType(32), r))
+            turned = builder.fdiv(ir.Constant(kind, 1.0), _known(builder, "llvm.sqrt", kind, pivot))
+            builder.store(turned, builder.gep(last, [ir.Constant(whole, r)]))
+            rows[r] = builder.fmul(rows[r], _filled(builder, turned, vector), flags=EXACT)
+            builder.store(rows[r], places[r], align=align)
+            for later in range(r + 1, WIDTH):
+                factor = _filled(builder, builder.extract_element(rows[r], ir.Constant(ir.IntType(32), later)), vector)
+                rows[later] = _less(builder, rows[later], factor, rows[r])
+        return context.get_dummy_value()
+
+    return types.void(matrix, n, n, inverse, n), generate
+
+
+@intrinsic
+def solve_square(typing: Any, matrix: Any, at: Any, by: Any, inverse: Any, to: Any, factor: Any, f: Any) -> Any:
+    """Sixteen lanes X, one every `by` numbers from matrix[at] on, become U⁻ᵀX.
+
+    U at factor[f], with the same step, and `inverse` are as `factor_square` left them.
+    """
+    n, align = types.intp, matrix.dtype.bitwidth // 8
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        vector, whole = context.get_value_type(Lanes(matrix.dtype)), ir.IntType(64)
+        first, last, known = (_pointer(context, builder, signature, given, array) for array in (0, 3, 5))
+        ahead = [builder.mul(ir.Constant(whole, r), given[2]) for r in range(WIDTH)]
+        done: list[Any] = []
+        for r in range(WIDTH):
+            place = builder.bitcast(builder.gep(first, [ahead[r]]), vector.as_pointer())
+            row = builder.load(place, align=align)
+            for q, above in enumerate(done):
+                number = builder.load(builder.gep(builder.gep(known, [ahead[q]]), [ir.Constant(whole, r)]))
+                row = _less(builder, row, _filled(builder, number, vector), above)
+            done.append(builder.fmul(row, _filled(builder, builder.load(builder.gep(last, [ir.Constant(whole, r)])), vector), flags=EXACT))
+            builder.store(done[-1], place, align=align)
+        return context.get_dummy_value()
+
+    return types.void(matrix, n, n, inverse, n, factor, n), generate

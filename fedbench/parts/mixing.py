@@ -16,6 +16,10 @@ from fedbench.contract.uploads import Rows, Uploads
 from fedbench.errors import FedbenchError, NotFinite, UsageError
 from fedbench.kernels.mixing import in_float64 as in_float64
 from fedbench.kernels.mixing import signatures as signatures
+from fedbench.kernels.mixtures import project
+
+STRIP = 512
+"""vectors whose products with all others are made at once"""
 
 
 def mean_of_whole_tables(rows: Rows, table: Tensor, kept: Tensor) -> Tensor:
@@ -29,24 +33,42 @@ def mean_of_whole_tables(rows: Rows, table: Tensor, kept: Tensor) -> Tensor:
 
 
 def similarity(vectors: Tensor, measure: str, own: slice = slice(None)) -> Tensor:
-    """[S, M] -> [S, S] in float64: 1 / (1 + distance) with values over 0.9 taken as 1 (l2), or the cosine (cos).
+    """[S, M] -> [S, S]: 1 / (1 + distance) with values over 0.9 taken as 1 (l2, in float64), or the cosine (cos, in the vectors' type).
 
     own: the rows that are asked for, if not all of them.
     """
-    # In float32 the difference of squares below would cancel for vectors that are close.
-    vectors = in_float64(vectors)
+    vectors = in_float64(vectors) if measure == "l2" or vectors.device.type == "mps" else vectors
     if measure == "cos":
-        unit = torch.nn.functional.normalize(vectors, dim=1)
-        return unit[own] @ unit.T
+        return _products(torch.nn.functional.normalize(vectors, dim=1), own)
     square = (vectors * vectors).sum(dim=1)
-    distance = (square[own, None] + square[None, :] - 2 * (vectors[own] @ vectors.T)).clamp(min=0).sqrt()
+    # In float32 this difference of squares would cancel for vectors that are close.
+    distance = _products(vectors, own).mul_(-2).add_(square[own, None]).add_(square).clamp_(min=0).sqrt_()
     distance.diagonal(own.start or 0).zero_()  # rounding leaves a vector a little apart from itself
-    close = 1 / (1 + distance)
-    return torch.where(close > 0.9, 1.0, close)
+    close = distance.add_(1).reciprocal_()
+    return close.masked_fill_(close > 0.9, 1.0)
+
+
+def _products(vectors: Tensor, own: slice) -> Tensor:
+    """[S, M] -> [R, S]: the product of each of the own vectors with every one."""
+    mine = vectors[own]
+    if len(mine) < len(vectors):
+        return mine @ vectors.T
+    # Only from the diagonal on: the other half of the products is the same.
+    out = vectors.new_empty(len(vectors), len(vectors))
+    for start in range(0, len(vectors), STRIP):
+        stop = min(start + STRIP, len(vectors))
+        out[start:stop, start:] = vectors[start:stop] @ vectors[start:].T
+        out[stop:, start:stop] = out[start:stop, stop:].T
+    return out
 
 
 def project_to_simplex(target: Tensor) -> Tensor:
-    """[..., S] -> [..., S]: the nearest point with entries >= 0 that sum to 1; exact, by sorting."""
+    """[..., S] -> [..., S]: the nearest point with entries >= 0 that sum to 1; exact."""
+    if target.device.type == "cpu" and target.dtype in (torch.float32, torch.float64):
+        rows = target.contiguous().view(-1, target.shape[-1])
+        out = torch.empty_like(rows)
+        project(rows.numpy(), out.numpy())
+        return out.view(target.shape)
     ordered = target.sort(dim=-1, descending=True).values
     excess = ordered.cumsum(dim=-1) - 1
     position = torch.arange(1, target.shape[-1] + 1, device=target.device, dtype=target.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fedbench.contract.algorithm import Batch
-from fedbench.kernels.ridge import solve_users
+from fedbench.kernels.layers import padded
+from fedbench.kernels.ridge import solve_listed_users, solve_users
 
 
 class Ridge(NamedTuple):
@@ -49,3 +51,32 @@ def solve(plan: Ridge, local: np.ndarray, label: np.ndarray, counts: np.ndarray,
     base, mass = kind(plan.everywhere) * sent["gram"][0], kind(plan.everywhere) * sent["size"][0]
     solve_users(items, local, label, counts, base, mass, kind(plan.l2), plan.positives, user)
     return {"user": user}
+
+
+class Lists(NamedTuple):
+    """Samples of C clients as lists one after another, see fedbench.data.sampling.Samples."""
+
+    ptr: np.ndarray
+    local: np.ndarray
+    label: np.ndarray
+    row_ptr: np.ndarray
+    row: np.ndarray
+
+
+def solve_where_they_lie(plan: Ridge, samples: Lists, sent: Mapping[str, Tensor]) -> Tensor:
+    """[C, d] the user vectors from the whole table that was sent: `items` [M, d], `gram` and `size`.
+
+    In the basis of the eigenvectors of VᵀV, where the clients' matrices are diagonal but for their own samples.
+    """
+    items = sent["items"]
+    d, wide = items.shape[1], padded(items.shape[1])
+    values, basis = torch.linalg.eigh(sent["gram"].double())
+    basis = basis.to(items)
+    table, diagonal = items.new_zeros(len(items), wide), items.new_ones(wide)
+    table[:, :d] = items @ basis
+    diagonal[:d] = plan.everywhere * values.clamp(min=0)
+    user, kind = table.new_empty(len(samples.ptr) - 1, wide), table.numpy().dtype.type
+    mass, l2 = kind(plan.everywhere * sent["size"].item()), kind(plan.l2)
+    ptr, local, label, row_ptr, row = samples
+    solve_listed_users(table.numpy(), diagonal.numpy(), ptr, local, label, row_ptr, row, mass, l2, plan.positives, user.numpy())
+    return user[:, :d] @ basis.T

@@ -26,7 +26,7 @@ from fedbench.data.sampling import Samples
 from fedbench.kernels import fused
 from fedbench.kernels.compiler.trace import Unsupported
 from fedbench.parts import ridge
-from fedbench.simulation import in_place, kernel_check
+from fedbench.simulation import in_place, kernel_check, rebuilding
 from fedbench.simulation.answers_checked import refuse_lost_tables, refuse_wrongly_kept
 from fedbench.simulation.blocks import ArrayPool, Block, blocks, host_type, moved, pack
 from fedbench.simulation.client_store import ClientStore
@@ -225,6 +225,9 @@ class Engine:
         self.enter(when)
         kernel_check.rebuilding(self, server, samples, when)
         answer = self.algorithm.answer(server)
+        found = rebuilding.rebuilt_in_place(self.algorithm, answer, samples, self.world.clients) if self.kernels else None
+        if found is not None:
+            return found
         rebuilt: Tensors = {}
         kind = LEVELS * self.algorithm.local_epochs + sent_to(answer, torch.from_numpy(samples.clients).to(self.device))
         for block in self.packed(samples, kind, when, self.block_rows * WIDE, "/evaluation"):
