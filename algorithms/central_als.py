@@ -18,7 +18,6 @@ from fedbench.contract.algorithm import Tensors, World
 from fedbench.contract.central import Central, Pool
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
-from fedbench.parts.fused_models import DotBCE
 
 ROWS = 1 << 14
 """padded rows that are solved with at once"""
@@ -47,9 +46,6 @@ class CentralALS(Central):
     def init_server(self, world: World, draw: Draw) -> Tensors:
         user = draw.normal("user", world.clients, self.dim) * self.init_scale / self.dim**0.5
         return {"user": user, "items": user.new_zeros(world.items, self.dim)}
-
-    def fused_score(self, sent: bool) -> DotBCE:
-        return DotBCE(0.0)
 
     def epoch(self, server: Tensors, pool: Pool, draw: Draw, kernels: bool) -> tuple[Tensors, Tensor]:
         items = self.best_rows(server["user"], pool.item, pool.user, len(server["items"]))

@@ -7,17 +7,13 @@ sample uses, so that a row is held back as often as it is trained;   one Adam st
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedbench.contract.algorithm import Tensors, World
-from fedbench.contract.central import Pool
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
 from fedbench.parts.central import Descent
-from fedbench.parts.fused_models import TINY, DotBCE, train_pool
 
 
 @register("central_mf", summary="ceiling: matrix factorisation by Adam with all data in one place")
@@ -38,18 +34,3 @@ class CentralMF(Descent):
 
     def logits(self, model: Tensors, user: Tensor, items: Tensor) -> Tensor:
         return (user * items).sum(1)
-
-    def fused_score(self, sent: bool) -> DotBCE:
-        return DotBCE(0.0)
-
-    def epoch(self, server: Tensors, pool: Pool, draw: Draw, kernels: bool) -> tuple[Tensors, Tensor]:
-        if not kernels:
-            return super().epoch(server, pool, draw, kernels)
-        server = {name: value.clone() for name, value in server.items()}
-        kernel: Any = train_pool
-        tables = (server[name].numpy() for name in ("user", "items", "user/first", "items/first", "user/second", "items/second"))
-        samples = (column.numpy() for column in pool)
-        tiny = TINY[server["user"].itemsize]
-        loss = kernel(*samples, *tables, int(server["adam/steps"]), self.batch_size, self.lr, self.l2, tiny)
-        server["adam/steps"] += -(-len(pool.label) // self.batch_size)
-        return server, torch.tensor(loss, dtype=torch.float64)

@@ -16,7 +16,6 @@ from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
 from fedbench.errors import UsageError
 from fedbench.parts.central import Descent
-from fedbench.parts.fused_models import NeuMFBCE
 from fedbench.parts.merging import init_mlp, mlp
 
 
@@ -55,9 +54,6 @@ class CentralNCF(Descent):
         d = self.dim
         deep = torch.relu(mlp(model["mlp"], self.layers, torch.cat([user[:, d:], items[:, d:]], dim=1)))
         return mlp(model["head"], self.head, torch.cat([user[:, :d] * items[:, :d], deep], dim=1))[:, 0]
-
-    def fused_score(self, sent: bool) -> NeuMFBCE:
-        return NeuMFBCE(self.lr, layers=self.layers)
 
     def score(self, own: Tensors, sent: Tensors) -> Tensor:
         return self.logits(sent, sent["user"].expand(len(sent["items"]), -1), sent["items"])

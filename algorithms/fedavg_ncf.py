@@ -25,14 +25,13 @@ from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
 from fedbench.contract.uploads import Rows, Uploads
 from fedbench.errors import UsageError
-from fedbench.parts.fused_models import NeuMFBCE
-from fedbench.parts.merging import init_mlp, mlp
+from fedbench.parts.merging import Mergeable, init_mlp, mlp
 from fedbench.parts.server_optimizer import SharedModel
 
 
 @register("fedavg_ncf", summary="NCF (NeuMF) by federated averaging: item rows and layers shared, user embeddings private")
 @dataclass(frozen=True)
-class FedAvgNCF(SharedModel):
+class FedAvgNCF(Mergeable, SharedModel):
     rounds: int = 400
     clients_per_round: int | None = None
     """clients a round (n); 500, or all if they are fewer, if not given"""
@@ -52,10 +51,15 @@ class FedAvgNCF(SharedModel):
     """largest norm of a client's gradient, 0: not clipped; the published recipe takes 0.5"""
     init_scale: float = 0.01
     """standard deviation of the initial embeddings"""
+    gmf: bool = True
+    """the product of the embeddings beside the MLP; without it the MLP alone scores, and --dim is not used"""
+    weigh: str = "clients"
+    """how clients count in the server's means: all the same (clients), or by their samples, whose number they then upload (samples)"""
     share_users: bool = False
     """the server keeps the user embeddings too and averages them like all other weights"""
 
     usual_cohort = 500
+    choices = {**SharedModel.choices, "weigh": ("clients", "samples")}
     published = {
         **{"dim": 16, "share_users": True, "average": "cohort", "server_lr": 1.0},
         **{"clients_per_round": 50, "local_epochs": 3, "lr": 0.001, "weight_decay": 0.01, "clip": 0.5},
@@ -67,16 +71,23 @@ class FedAvgNCF(SharedModel):
         self.must_not_be_negative("weight_decay", "clip")
         if len(self.layers) < 2 or min(self.layers) < 1 or self.layers[0] % 2:
             raise UsageError(f"--layers {','.join(map(str, self.layers))}: give two sizes or more, the first of them even")
+        if self.weigh == "samples" and self.averages_whole:
+            raise UsageError("--weigh samples does not go with --average cohort and --weight-decay, a plain mean of whole tables")
+
+    @property
+    def product(self) -> int:
+        """Numbers of one user or item that are multiplied."""
+        return self.dim if self.gmf else 0
 
     @property
     def width(self) -> int:
         """Numbers of one user or item: both embeddings."""
-        return self.dim + self.layers[0] // 2
+        return self.product + self.layers[0] // 2
 
     @property
     def head(self) -> tuple[int, int]:
         """Sizes of the last linear layer."""
-        return self.dim + self.layers[-1], 1
+        return self.product + self.layers[-1], 1
 
     @property
     def averages_whole(self) -> bool:
@@ -99,25 +110,19 @@ class FedAvgNCF(SharedModel):
 
     def logits(self, model: Tensors, items: Tensor) -> Tensor:
         """[B, width] -> [B]"""
-        user, d = model["user"], self.dim
-        gmf = user[:d] * items[:, :d]
+        user, d = model["user"], self.product
         joined = torch.cat([user[d:].expand(len(items), -1), items[:, d:]], dim=1)
         deep = torch.relu(mlp(model["mlp"], self.layers, joined))
-        return mlp(model["head"], self.head, torch.cat([gmf, deep], dim=1))[:, 0]
+        seen = torch.cat([user[:d] * items[:, :d], deep], dim=1) if self.gmf else deep
+        return mlp(model["head"], self.head, seen)[:, 0]
 
     def loss(self, held: Tensors, sent: Tensors, batch: Batch) -> Tensor:
         return bce(self.logits(held, held["items"][batch.items]), batch)
 
-    def fused(self, sent: bool) -> NeuMFBCE:
-        return NeuMFBCE(self.lr, layers=self.layers, weight_decay=self.weight_decay, clip=self.clip)
-
-    def fused_score(self, sent: bool) -> NeuMFBCE:
-        return self.fused(sent)
-
     def upload(self, held: Tensors, sent: Tensors, samples: Tensor) -> Tensors:
         names = ("items", "mlp", "head", *(["user"] if self.share_users else []))
-        kept = {"kept": held["kept"]} if self.averages_whole else {}
-        return {name: held[name] - sent[name] for name in names} | kept
+        more = {"kept": held["kept"]} if self.averages_whole else {"samples": samples} if self.weigh == "samples" else {}
+        return {name: held[name] - sent[name] for name in names} | more
 
     def score(self, own: Tensors, sent: Tensors) -> Tensor:
         return self.logits({**own, **sent}, sent["items"])
@@ -146,4 +151,12 @@ class FedAvgNCF(SharedModel):
         changes: dict[str, Rows | Tensor] = {"items": uploads.rows("items"), "mlp": uploads.dense("mlp"), "head": uploads.dense("head")}
         if self.share_users:
             changes["user"] = Rows(torch.ones_like(uploads.clients), uploads.clients, uploads.dense("user"))
-        return self.step(server, changes, draw.when, uploads.dense("kept") if self.averages_whole else None)
+        kept = uploads.dense("kept") if self.averages_whole else None
+        return self.step(server, changes, draw.when, kept, self.shares(uploads))
+
+    def shares(self, uploads: Uploads) -> Tensor | None:
+        """[n] how much each client counts, 1 in the mean; None: all the same."""
+        if self.weigh == "clients":
+            return None
+        samples = uploads.dense("samples")
+        return samples * len(samples) / samples.sum().clamp(min=1)

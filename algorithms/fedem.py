@@ -12,6 +12,10 @@ G's: Q <- Q + rho·(G - Q), where its adapter chooses rho from [Q, G - Q] item b
     server   x_u = argmin |x|² - 2(p + alpha·sigma_u)ᵀx,  x >= 0, Σx = 1;   G_u = Σ_v x_uv Q_v
              p: share of samples; sigma: similarity of the tables' first principal components
 
+Where a round does not reach everybody, or new users come later, the server keeps a common table C beside the mixtures, the mean over the
+clients seen so far. Who has no mixture scores with C in its place, and trains alone; new users merge C. A mixture of n tables of U takes
+the share common·(1 - n/U) of C.
+
 The clean recipe differs from the published one where the published one fails without its leak (docs/algorithms/fedem.md): negatives do
 not train a client's own rows, all samples are one step, the user vector stays once the server has answered, a share of every mixture
 (--floor) goes to all other clients. What then ranks well is the mixture, a vote of similar clients.
@@ -20,25 +24,24 @@ not train a client's own rows, all samples are one step, the user vector stays o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fedbench.contract.algorithm import OWN, Algorithm, Answer, Batch, Phase, Tensors, World, bce
+from fedbench.contract.algorithm import OWN, Answer, Batch, Phase, Tensors, World, bce
 from fedbench.contract.mixtures import SparseWeights, collected, in_blocks
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
 from fedbench.contract.uploads import Tables, Uploads
 from fedbench.errors import UsageError
-from fedbench.parts.fused_models import DotBCE, ElasticBCE
-from fedbench.parts.merging import MERGES, elastic, init_mlp, static
-from fedbench.parts.mixing import delivered, in_float64, signatures, similarity, solve_weights
+from fedbench.parts.merging import Merging, gradient_alone, init_mlp
+from fedbench.parts.mixing import delivered, in_float64, mean_delivered, signatures, similarity, solve_weights
 
 
 @register("fedem", summary="elastic merging: own item tables, similarity-weighted aggregation, a learned merge")
 @dataclass(frozen=True)
-class FedEM(Algorithm):
+class FedEM(Merging):
     rounds: int = 10
     local_epochs: int = 4
     batch_size: int = 1 << 20
@@ -48,16 +51,12 @@ class FedEM(Algorithm):
     alpha: float = 0.9
     """weight of similarity beside the share of samples; at 0 all clients are averaged. With a client's similarity to itself counted
     (--no-exclude-self) 0.9 leaves it almost alone"""
-    adapter: tuple[int, ...] = (32, 16, 8, 1)
-    """layer sizes of the adapter MLP; the first must be twice --dim, the last 1"""
+    adapter: tuple[int, ...] | None = (32, 16, 8, 1)
+    """layer sizes of the adapter MLP; the first must be twice --dim, the last 1; none: that, 16, 8 and 1"""
     lr: float = 0.1
     """local learning rate of Adam for the user vector and the item rows"""
-    lr_adapter: float = 0.1
-    """local learning rate of Adam for the adapter"""
     merge: str = "elastic"
     """how the server's table enters the client's: replace, static (a fixed share, --rho) or elastic (the adapter decides)"""
-    rho: float = 0.5
-    """the share of --merge static"""
     aggregation: str = "both"
     """weights from samples alone (avg), from similarity alone (sim), or from the quadratic program over both (both)"""
     objective: str = "paper"
@@ -71,14 +70,17 @@ class FedEM(Algorithm):
     """negatives train a client's own item rows too, as published; a held-out item that is drawn once is then lost to that client"""
     train_user: str = "first"
     """when the user vector is trained: first (until the server first answers the client) or always, as published"""
+    common: float = 0.3
+    """share of a mixture of very few tables that the mean of all clients seen so far has; the more tables, the less. Who has no mixture
+    scores with that mean, and who is not aggregated keeps its last mixture. With --floor 0, as published, there is no such mean"""
     agg_ratio: float = 1.0
     """share of the round's clients whose tables are aggregated and that are sent a mixture; the published code takes 0.1"""
     exclude_self: bool = True
     """leave a client's similarity to itself (always 1) out; the published code counts it"""
     solver: str = "exact"
-    """exact (sorting) or cvxpy (a quadratic programming solver)"""
+    """exact (a projection) or cvxpy (a quadratic programming solver)"""
     max_weight: float = 1.0
-    """no single client may weigh more than this in a mixture, the floor's share included; below 1 cvxpy solves it"""
+    """no single client may weigh more than this in a mixture, the floor's share included"""
     init_items: float = 1e-4
     """standard deviation of the initial item table; the published code takes 1"""
     init_user: float = 0.1
@@ -104,10 +106,13 @@ class FedEM(Algorithm):
         "train_user": "always",
     }
     tables = {"items": OWN}
+    scores = ("own", "sent")
+    later = ("merge_loss", "common")
     per_client_server_state = ("tables",)
+    _compared = ""
+    """name of an upload that clients are compared by beside their tables, in methods that derive from this one"""
     choices = {
-        **Algorithm.choices,
-        "merge": MERGES,
+        **Merging.choices,
         "aggregation": ("avg", "sim", "both"),
         "objective": ("code", "paper"),
         "similarity": ("l2", "cos"),
@@ -116,18 +121,14 @@ class FedEM(Algorithm):
     }
 
     def check(self, world: World | None = None) -> None:
+        super().check(world)
         if not 0 <= self.alpha <= 1e6:
             raise UsageError(f"--alpha must be 0 or more (1e6 at most), not {self.alpha:g}")
-        given = ",".join(map(str, self.adapter))
-        if len(self.adapter) < 2 or min(self.adapter) < 1:
-            raise UsageError(f"--adapter {given}: give two layer sizes or more, each at least 1")
-        if self.merge == "elastic" and (self.adapter[0] != 2 * self.dim or self.adapter[-1] != 1):
-            raise UsageError(f"--adapter {given} does not fit --dim {self.dim}: it must start with {2 * self.dim} and end with 1")
         for name in ("agg_ratio", "max_weight"):
             if not 0 < getattr(self, name) <= 1:
                 raise UsageError(f"--{name.replace('_', '-')} must be over 0 and at most 1, not {getattr(self, name):g}")
-        self.must_be_positive("lr", "lr_adapter", "init_items", "init_user")
-        for name in ("rho", "floor"):
+        self.must_be_positive("lr", "init_items", "init_user")
+        for name in ("floor", "common"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UsageError(f"--{name} must be from 0 to 1, not {getattr(self, name):g}")
         if world and self.max_weight * self.aggregated(self.cohort(world.clients)) < 1 - 1e-9:
@@ -142,46 +143,39 @@ class FedEM(Algorithm):
         return {
             "user": mine.normal("user", self.dim) * self.init_user,
             "items": rows.normal("items", world.items, self.dim) * self.init_items,
-            "adapter": init_mlp(mine, "adapter", self.adapter),
+            "adapter": init_mlp(mine, "adapter", self.sizes),
         }
 
     def merged(self, own: Tensors, sent: Tensors) -> Tensor:
         """[T, d]: the client's rows after one merge with the server's."""
-        if "items" not in sent:
-            return own["items"]
-        if self.merge == "elastic":
-            return elastic(own["items"], sent["items"], own["adapter"], self.adapter)
-        return static(own["items"], sent["items"], 1.0 if self.merge == "replace" else self.rho)
+        return self.merged_rows(own["items"], sent["items"], own["adapter"]) if "items" in sent else own["items"]
 
     def receive(self, own: Tensors, sent: Tensors) -> Tensors:
-        return {**own, "items": self.merged(own, sent)}
+        return {**own, "items": self.merged(own, sent)} if mixture_in(sent) else own
 
     def learns_merge(self, sent: bool) -> bool:
-        """The merge is part of the forward pass, and the adapter takes a step of its own."""
+        """The adapter takes a step of its own, if a mixture was sent."""
         return sent and self.merge == "elastic"
 
     def trains_user(self, sent: bool) -> bool:
-        """Whether the user vector takes part in local training, with an answer from the server or without."""
+        """Whether the user vector takes part in local training, with a mixture from the server or without."""
         return not sent or self.train_user == "always"
 
     def phases(self, sent: Tensors) -> tuple[Phase, ...]:
-        model = Phase(("user", "items") if self.trains_user(bool(sent)) else ("items",), self.lr)
-        return (Phase(("adapter",), self.lr_adapter), model) if self.learns_merge(bool(sent)) else (model,)
+        model = Phase(("user", "items") if self.trains_user(mixture_in(sent)) else ("items",), self.lr)
+        return (Phase(("adapter",), self.lr_adapter), model) if self.learns_merge(mixture_in(sent)) else (model,)
 
     def loss(self, held: Tensors, sent: Tensors, batch: Batch) -> Tensor:
         items = held["items"][batch.items]
         if not self.row_negatives:
             items = torch.where(batch.label[:, None] > 0, items, items.detach())
-        own = {**held, "items": items}
-        rows = self.merged(own, {"items": sent["items"][batch.items]}) if self.learns_merge(bool(sent)) else own["items"]
-        return bce(rows @ held["user"], batch)
-
-    def fused(self, sent: bool) -> DotBCE:
-        plan = ElasticBCE(self.lr, sizes=self.adapter, lr_adapter=self.lr_adapter) if self.learns_merge(sent) else DotBCE(self.lr)
-        return replace(plan, row_negatives=self.row_negatives, trains_user=self.trains_user(sent))
-
-    def fused_score(self, sent: bool) -> DotBCE | None:
-        return self.fused(sent) if self.merge == "elastic" or not sent else None
+        if not self.learns_merge(mixture_in(sent)):
+            return bce(items @ held["user"], batch)
+        own, theirs = {**held, "items": items}, {"items": sent["items"][batch.items]}
+        if self.merge_loss == "inside":
+            return bce(self.merged(own, theirs) @ held["user"], batch)
+        merged = self.merged({**own, "items": items.detach()}, theirs)
+        return bce(items @ held["user"], batch) + gradient_alone(bce(merged @ held["user"].detach(), batch))
 
     def upload(self, held: Tensors, sent: Tensors, samples: Tensor) -> Tensors:
         return {"items": held["items"], "samples": samples}
@@ -189,9 +183,26 @@ class FedEM(Algorithm):
     def score(self, own: Tensors, sent: Tensors) -> Tensor:
         return self.merged(own, sent) @ own["user"]
 
+    def score_own(self, own: Tensors, sent: Tensors) -> Tensor:
+        return own["items"] @ own["user"]
+
+    def score_sent(self, own: Tensors, sent: Tensors) -> Tensor:
+        return sent.get("items", own["items"]) @ own["user"]
+
     # ---- server ------------------------------------------------------------------------------------------------------
     def answer(self, server: Tensors) -> Answer:
-        return Answer(personal={"items": server["tables"]}, slot=server["slot"]) if server else Answer()
+        if "tables" not in server:
+            return Answer(server)
+        instead = {"items": server["common"], "common": server["common"].new_zeros(())} if "common" in server else {}
+        return Answer(personal={"items": server["tables"]}, slot=server["slot"], instead=instead)
+
+    def for_new_users(self, server: Tensors) -> Tensors:
+        """To new users the common table is the server's, which they merge into their own as others do a mixture."""
+        if not self.floor or "items" in server:
+            return server
+        if not server:  # nobody was heard yet
+            return {"items": torch.zeros(self.context.world.items, self.dim)}
+        return {"items": server["common"] if "common" in server else mean_delivered(server, "tables")}
 
     def aggregated(self, n: int) -> int:
         """How many of n clients the server aggregates."""
@@ -201,17 +212,38 @@ class FedEM(Algorithm):
         n = len(uploads.clients)
         picked = draw.subset("aggregated", n, self.aggregated(n))
         tables = uploads.tables("items", picked)
-        mixed = tables.mixed(self.weights(tables, uploads.dense("samples", picked)))
-        return delivered(server, "tables", mixed, uploads.clients[picked][tables.own], uploads)
+        more = uploads.dense(self._compared, picked) if self._compared else None
+        mixed = tables.mixed(self.weights(tables, uploads.dense("samples", picked), more))
+        common = self.in_common(server, tables, uploads.world)
+        for table in common.values():
+            mixed.lerp_(table, self.common * (1 - len(picked) / uploads.world.clients))
+        spent = uploads.clients[picked] if common else uploads.clients
+        return {**delivered(server, "tables", mixed, uploads.clients[picked][tables.own], uploads, spent), **common}
 
-    def weights(self, tables: Tables, samples: Tensor) -> Tensor | SparseWeights:
+    def in_common(self, server: Tensors, tables: Tables, world: World) -> Tensors:
+        """The common table after a round of S tables; there is none as long as every round has reached all who need one.
+
+        It is the mean over rounds until all clients can have been seen, then over about as many rounds as it takes to see all.
+        """
+        size, clients = tables.clients, world.clients
+        if not self.floor or (size == clients and not world.new_users and "common" not in server):
+            return {}
+        now = tables.mixed(tables.value.new_full((size,), 1 / size))[0]
+        new = max(1 / max(1, self.context.round), size / clients)
+        return {"common": torch.lerp(server["common"], now, new) if "common" in server else now}
+
+    def alike(self, tables: Tables, more: Tensor | None) -> Tensor:
+        """[R, M, d] of S -> [R, S]: how similar each two clients are. more [S, ...]: what `_compared` names."""
+        return similarity(tables.each(signatures), self.similarity, tables.own)
+
+    def weights(self, tables: Tables, samples: Tensor, more: Tensor | None = None) -> Tensor | SparseWeights:
         """[R, M, d] of S, [S] -> [R, S]: row u says how much each table weighs in client u's mixture; [S] if that is the same for all."""
         samples = in_float64(samples)
         p = samples / samples.sum().clamp(min=1)
         cap = max(self.max_weight, 1 / len(p))  # fewer clients than expected may have answered
         if self.aggregation == "avg" or (self.aggregation == "both" and self.alpha == 0):
             return solve_weights(p[None], self.solver, cap)[0]
-        sigma = similarity(tables.each(signatures), self.similarity, tables.own)
+        sigma = self.alike(tables, more)
         if self.exclude_self:
             sigma.diagonal(tables.start).zero_()
         solved = (solve_weights(self.target(in_float64(some), p), self.solver, cap) for some in in_blocks(sigma))
@@ -249,3 +281,8 @@ class FedEM(Algorithm):
                 yield weights
 
         return collected(floored(), share, samples)
+
+
+def mixture_in(sent: Tensors) -> bool:
+    """Whether a client was sent a mixture, and not the common table, which has a word beside it that says so."""
+    return "items" in sent and "common" not in sent

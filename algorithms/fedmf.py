@@ -14,22 +14,31 @@ from fedbench.contract.algorithm import Answer, Batch, Phase, Tensors, World, bc
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
 from fedbench.contract.uploads import Uploads
-from fedbench.parts.fused_models import DotBCE
+from fedbench.errors import UsageError
+from fedbench.parts.merging import Mergeable
 from fedbench.parts.server_optimizer import SharedModel
 
 
 @register("fedmf", summary="federated matrix factorisation: item table shared, user vectors private")
 @dataclass(frozen=True)
-class FedMF(SharedModel):
+class FedMF(Mergeable, SharedModel):
     local_epochs: int = 2
+    optimizer: str = "adam"
+    """of the local steps: adam, or sgd, whose changes keep the size of their gradients: it goes with --average sum --server adam"""
     lr: float = 0.02
-    """local learning rate of Adam"""
+    """local learning rate"""
+    lr_items: float | None = None
+    """local learning rate of the item rows, with --optimizer sgd; --lr if not given"""
     init_scale: float = 0.01
     """standard deviation of the initial vectors"""
 
+    choices = {**SharedModel.choices, "optimizer": ("adam", "sgd")}
+
     def check(self, world: World | None = None) -> None:
         super().check(world)
-        self.must_be_positive("lr", "init_scale")
+        self.must_be_positive("lr", "init_scale", *(["lr_items"] if self.lr_items is not None else []))
+        if self.lr_items is not None and self.optimizer == "adam":
+            raise UsageError("--lr-items belongs to --optimizer sgd")
 
     def init_server(self, world: World, draw: Draw) -> Tensors:
         return {"items": draw.normal("items", world.items, self.dim) * self.init_scale}
@@ -41,16 +50,12 @@ class FedMF(SharedModel):
         return Answer(shared={"items": server["items"]})
 
     def phases(self, sent: Tensors) -> tuple[Phase, ...]:
-        return (Phase(("user", "items"), self.lr),)
+        if self.optimizer == "adam":
+            return (Phase(("user", "items"), self.lr),)
+        return (Phase(("user", "items"), {"user": self.lr, "items": self.lr_items or self.lr}, "sgd"),)
 
     def loss(self, held: Tensors, sent: Tensors, batch: Batch) -> Tensor:
         return bce(held["items"][batch.items] @ held["user"], batch)
-
-    def fused(self, sent: bool) -> DotBCE:
-        return DotBCE(self.lr, changes=True)
-
-    def fused_score(self, sent: bool) -> DotBCE:
-        return self.fused(sent)
 
     def upload(self, held: Tensors, sent: Tensors, samples: Tensor) -> Tensors:
         return {"items": held["items"] - sent["items"]}

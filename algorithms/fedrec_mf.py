@@ -25,7 +25,6 @@ from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
 from fedbench.contract.uploads import Uploads
 from fedbench.errors import UsageError
-from fedbench.parts.fused_models import BiasedBCE, BiasedMSE
 from fedbench.parts.server_optimizer import SharedModel
 
 LEARNING_RATES = {"batch": 0.8, "stochastic": 0.02, "implicit": 0.02}
@@ -117,11 +116,6 @@ class FedRecMF(SharedModel):
         # the value is the mean loss; the gradient is the round's share of it, in the stochastic form for each rating and not their mean
         scale = sent["rate"] if self.form == "batch" else sent["rate"] * size
         return loss.detach() + scale * (loss - loss.detach())
-
-    def fused(self, sent: bool) -> BiasedMSE | BiasedBCE:
-        if not self.predicts_ratings:
-            return BiasedBCE(self.rate)
-        return BiasedMSE(self.rate, penalty=self.penalty, summed=self.form == "stochastic")
 
     def upload(self, held: Tensors, sent: Tensors, samples: Tensor) -> Tensors:
         change = {name: held[name] - sent[name] for name in ("items", "mean")}

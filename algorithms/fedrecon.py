@@ -28,7 +28,6 @@ from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
 from fedbench.contract.uploads import Uploads
 from fedbench.errors import UsageError
-from fedbench.parts.fused_models import DotBCE
 from fedbench.parts.newton import newton_step, packed
 from fedbench.parts.ridge import Ridge
 from fedbench.parts.server_optimizer import OPTIMIZERS, SharedModel
@@ -128,7 +127,7 @@ class FedRecon(SharedModel):
         support, query = ("support", "query") if self.halves else ("all", "all")
         most = self.max_samples and -(-self.max_samples // (2 if self.halves else 1))
         if self.reconstruct == "ridge":
-            rebuild, train = Stage(fused=self.ridge), Stage((Phase(("items",), 1.0, "sgd"),))
+            rebuild, train = Stage(ridge=self.ridge), Stage((Phase(("items",), 1.0, "sgd"),))
         else:
             rebuild = Stage((Phase(("user",), self.lr_user, "sgd"),), self.recon_epochs, self.batch_size, self.recon_steps)
             train = Stage((Phase(("items",), self.lr, "sgd"),), self.local_epochs, self.batch_size)
@@ -154,9 +153,6 @@ class FedRecon(SharedModel):
 
     def score(self, own: Tensors, sent: Tensors) -> Tensor:
         return sent["items"] @ own["user"]
-
-    def fused_score(self, sent: bool) -> DotBCE:
-        return DotBCE(self.lr)
 
     # ---- server ------------------------------------------------------------------------------------------------------
     def init_server(self, world: World, draw: Draw) -> Tensors:

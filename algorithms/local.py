@@ -13,7 +13,6 @@ from torch import Tensor
 from fedbench.contract.algorithm import OWN, Algorithm, Batch, Phase, Tensors, World, bce
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
-from fedbench.parts.fused_models import DotBCE
 
 
 @register("local", summary="every client alone, no server: must stay at chance on an honest protocol")
@@ -41,12 +40,6 @@ class Local(Algorithm):
 
     def loss(self, held: Tensors, sent: Tensors, batch: Batch) -> Tensor:
         return bce(held["items"][batch.items] @ held["user"], batch)
-
-    def fused(self, sent: bool) -> DotBCE:
-        return DotBCE(self.lr)
-
-    def fused_score(self, sent: bool) -> DotBCE:
-        return self.fused(sent)
 
     def score(self, own: Tensors, sent: Tensors) -> Tensor:
         return own["items"] @ own["user"]

@@ -17,6 +17,7 @@ COMMANDS = {
     "audit": ("fedbench.commands.audit:main", "prove that a protocol does not leak"),
     "check": ("fedbench.commands.check:main", "test an algorithm, your own or a built-in one"),
     "bench": ("fedbench.commands.bench:main", "measure speed"),
+    "warm": ("fedbench.commands.warm:main", "compile kernels ahead of the first run"),
     "fetch": ("fedbench.commands.cli:fetch", "bring datasets into the cache"),
     "list": ("fedbench.commands.cli:show_list", "show algorithms and datasets"),
     "report": ("fedbench.reporting.report:main", "compare finished runs in one page"),

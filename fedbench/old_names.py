@@ -21,7 +21,6 @@ MOVED = {
     "fedbench.central": "fedbench.parts.central",
     "fedbench.draw": "fedbench.contract.randomness",
     "fedbench.engine": "fedbench.simulation.engine",
-    "fedbench.fused": "fedbench.kernels.fused",
     "fedbench.lock": "fedbench.locks",
     "fedbench.merge": "fedbench.parts.merging",
     "fedbench.model": "fedbench.experiment.saved_model",

@@ -4,34 +4,42 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from fedbench.console import fitted
+from fedbench.contract import registry
+from fedbench.contract.randomness import Draw
 from fedbench.data.sampling import sample_round
 from fedbench.data.split import Split
 from fedbench.errors import UsageError
-from fedbench.evaluation.metrics import ranking_metrics
+from fedbench.evaluation.significance import CHANCE_ERRORS, FromChance, from_chance
 from fedbench.experiment.prepare import prepare
 from fedbench.settings import command_line, config
 from fedbench.settings.naming import CANARIES
-from fedbench.simulation.federation import Federation
+from fedbench.settings.parser import Parser
+from fedbench.simulation.client_store import fits
+from fedbench.simulation.federation import Federation, world_of
 from fedbench.text import say
 from fedbench.tracking.run_log import setup_logging
 
 ROUNDS = 10
-"""rounds of negatives that are drawn and counted, and that a canary trains; `--rounds` overrides"""
+"""rounds of negatives that are drawn and counted, and that canaries and methods train; `--rounds` overrides"""
 CHOSEN = {"val": "on validation", "test": "on TEST", "last": "none: the last round is reported, whatever it scores"}
 """what the audit prints, by --select-on"""
-HELP = f"""usage: python -m fedbench audit --dataset D [--protocol P] [protocol flags] [--rounds {ROUNDS}] [--seed 0]
+HELP = f"""usage: python -m fedbench audit --dataset D [--algo NAME,NAME] [--protocol P] [protocol flags] [--rounds {ROUNDS}] [--seed 0]
 
 Proves a protocol on a dataset, or exits 1 and says LEAK:
   - no held-out item among a client's training items, no item it has met among the candidates
   - training negatives are never positives, and held-out items are drawn as often as any other unseen item
   - the reported round is not chosen on test
   - the canaries {" and ".join(CANARIES)} (no server at all) stay within 3 standard errors of chance
+  - every federated method is at chance with --no-server: {ROUNDS} rounds each, fewer if it has fewer
+
+  --algo NAMES   run these methods without a server, names or .py files; all that --list shows if not given, none: only the canaries
 example: python -m fedbench audit --dataset filmtrust --protocol published
 """
 
@@ -40,6 +48,23 @@ class Check(NamedTuple):
     name: str
     passed: bool
     figures: str
+    skipped: bool = False
+
+    @property
+    def word(self) -> str:
+        return "skip" if self.skipped else "ok  " if self.passed else "LEAK"
+
+
+def named(argv: list[str]) -> tuple[list[str], list[str]]:
+    """What --algo names, nothing if it is not given, and the other words of the command line."""
+    given = Parser(add_help=False, allow_abbrev=False)
+    given.add_argument("--algo")
+    known, rest = given.parse_known_args(argv)
+    return [name for name in (known.algo or "").split(",") if name], rest
+
+
+def every_method() -> list[str]:
+    return [name for name, cls in registry.algorithms().items() if cls.federated and name not in CANARIES]
 
 
 def main(argv: list[str]) -> int:
@@ -47,8 +72,9 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         say(HELP)
         return 0
-    if any(word.split("=")[0] == "--algo" for word in argv):
-        raise UsageError(f"audit takes no --algo: it runs its canaries, {' and '.join(CANARIES)}")
+    names, argv = named(argv)
+    for name in names if names != ["none"] else []:
+        ranking([*argv, "--algo", name, "--no-mlflow", "--no-server"])  # what is wrong with a name that was given is no reason to skip it
     canaries = [command_line.resolve(["--algo", name, "--no-mlflow", *argv]) for name in CANARIES]
     setup_logging(quiet=True, debug=canaries[0].debug)
     split, data = prepare(canaries[0].dataset, canaries[0].protocol, canaries[0].data)
@@ -56,9 +82,10 @@ def main(argv: list[str]) -> int:
     about = f"audit of {data.name}, protocol {split.protocol.name} [{split.fingerprint}]: {split.clients:,} clients, {split.items:,} items"
     say(fitted(about))
     failed = False
-    for check in checks(split, canaries, rounds):
+    methods = (without_server(split, name, argv, rounds) for name in names or every_method())
+    for check in chain(checks(split, canaries, rounds), () if names == ["none"] else methods):
         failed |= not check.passed
-        say(fitted(f"  {'ok  ' if check.passed else 'LEAK'}  {check.name}: {check.figures}"))
+        say(fitted(f"  {check.word}  {check.name}: {check.figures}"))
         sys.stdout.flush()
     say("LEAK: numbers under this protocol are inflated" if failed else "clean: no leak found")
     return int(failed)
@@ -119,16 +146,39 @@ def negatives(split: Split, seed: int, rounds: int) -> Iterator[Check]:
     yield Check("held-out items drawn as negatives", fair, f"{drawn:,} in {rounds} rounds, {expected:,.0f} expected of unseen items")
 
 
-def at_chance(split: Split, canary: config.RunConfig, rounds: int) -> Check:
-    """A control's HR@10 must be within 3 standard errors of chance."""
-    algorithm = replace(canary.algorithm, rounds=min(rounds, canary.algorithm.rounds))
-    federation = Federation.start(algorithm, split, canary.seed)
-    for _ in range(algorithm.rounds):
+def after(split: Split, canary: config.RunConfig, rounds: int) -> FromChance:
+    """How far a control's HR@10 on test is from chance after so many rounds, or as many as it has."""
+    federation = Federation.start(canary.algorithm, split, canary.seed, failures=canary.failures, kernel=canary.kernel)
+    for _ in range(min(rounds, canary.algorithm.rounds)):
         federation.next_round()
-    hit = ranking_metrics(federation.sampled_ranks()["test"])["hr_10"]
-    chance = split.chance(10)
-    error = (chance * (1 - chance) / split.clients) ** 0.5
-    distance = (hit - chance) / error if error else 0.0
-    return Check(
-        f"canary {canary.algo}", abs(distance) <= 3, f"HR@10 {hit:.4f}, chance {chance:.4f} ± {error:.4f} ({distance:+.1f} standard errors)"
-    )
+    return from_chance(federation.sampled_ranks()["test"], split.test_item[split.evaluated], split.chance(10))
+
+
+def at_chance(split: Split, canary: config.RunConfig, rounds: int) -> Check:
+    """A canary's HR@10 must be within 3 standard errors of chance."""
+    found = after(split, canary, rounds)
+    return Check(f"canary {canary.algo}", abs(found.errors) <= CHANCE_ERRORS, str(found))
+
+
+def without_server(split: Split, name: str, argv: list[str], rounds: int) -> Check:
+    """A method whose server never learns must not be above chance; one that cannot run on this data is skipped."""
+    said = f"{name} --no-server"
+    try:
+        control = ranking([*argv, "--algo", name, "--no-mlflow", "--no-server"])
+        control.algorithm.check(world_of(split))
+        if not fits(control.algorithm, world_of(split), Draw(control.seed, 0, None, torch.float32), split.clients):
+            return Check(said, True, "what its clients keep does not fit in memory", skipped=True)
+        found = after(split, control, rounds)
+    except UsageError as error:
+        return Check(said, True, str(error), skipped=True)
+    return Check(said, not found.leaks, str(found))
+
+
+def ranking(argv: list[str]) -> config.RunConfig:
+    """The run that these words describe; of a method that predicts ratings, the form of it that ranks."""
+    made = command_line.parse(argv).configs[0]
+    if made.protocol.ratings and "implicit" in type(made.algorithm).choices.get("feedback", ()):
+        return command_line.resolve([*argv, "--feedback", "implicit"])
+    if made.protocol.ratings:
+        raise UsageError("it predicts ratings, which have no level of chance")
+    return made

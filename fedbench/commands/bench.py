@@ -227,12 +227,13 @@ def measure(run: config.RunConfig, loop_clients: int | None = None, state_mb: fl
         "repeats": len(rounds),
         "parts": parts,
         "least": {name: min(one[name] for one in rounds) for name in PARTS},
+        "no_kernel": sorted(federation.without_kernel()),
         "round": sum(parts[name] for name in WHOLE),
         "peak_mb": peak,
         "base_mb": base,
         "state_mb": kept * split.clients / 1e6,
     }
-    if not algorithm.federated or loop_clients == 0:
+    if not algorithm.federated or loop_clients == 0 or not len(samples.clients):  # some methods ask nobody after the first round
         return figures
     batched, loop, updates, limit = both_engines(federation, samples, clock, loop_clients)
     return figures | {
@@ -351,6 +352,7 @@ def render(figures: Figures) -> str:
         )
     said = ", ".join(f"{name} {seconds:.4f}" for name, seconds in parts.items())
     whole = figures["round"] + parts[PARTS[-1]]
+    lines += [f"  no kernel        {reason}" for reason in figures.get("no_kernel", ())]
     lines.append(f"  a whole round    {figures['round']:.4f} {kind}, {whole:.4f} with the full ranking: {said}")
     lines.append(
         f"  peak memory      {figures['peak_mb']:,.0f} MB, {figures['base_mb']:,.0f} of them before the data; "
@@ -379,7 +381,7 @@ def line(figures: Figures) -> str:
     parts, part = figures["parts"], share(figures)
     train = figures.get("batched", parts["train"])
     cells = [f"{figures['clients']:,}", f"{figures['round']:.4f}", *(f"{parts[name]:.4f}" for name in PARTS)]
-    cells += [f"{figures['clients'] / figures['round']:,.0f}", f"{figures['samples'] / train:,.0f}"]
+    cells += [f"{figures['clients'] / figures['round']:,.0f}", f"{figures['samples'] / train:,.0f}" if train else "n/a"]
     cells += [f"{figures['ratio']:.1f}" if "ratio" in figures else "n/a", "n/a" if part is None else f"{part:.0%}"]
     row = shown(dict(zip(COLUMNS, [*cells, f"{figures['peak_mb']:,.0f}"], strict=True)))
     return fitted(f"{figures['algo']:<13} {figures['dataset']:<10}{row}   {bounded(figures)}".rstrip())

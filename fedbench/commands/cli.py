@@ -177,6 +177,9 @@ def guard(command: Command, argv: list[str]) -> int:
         hint = "make room and give the same command again; with --out it goes on from its last checkpoint"
         return report_error(f"the disk is full ({where}{error.strerror}); {hint}", 1, debug)
     except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which need not be loaded
+            said = "the GPU's memory is full; lower --block-rows, --dim, --negatives or -n, or use --device cpu"
+            return report_error(said, 1, debug)
         return _report_internal(error, debug)
 
 

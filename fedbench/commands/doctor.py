@@ -10,6 +10,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,11 +94,22 @@ def machine() -> Iterator[Finding]:
     cards = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     apple = ["mps (on request: --device mps)"] if torch.backends.mps.is_available() else []
     yield Finding("devices", ", ".join([f"cpu with {os.cpu_count()} threads, {torch.get_num_threads()} in use", *cards, *apple]))
+    yield accelerated(bool(cards), bool(apple))
     kernels = os.environ.get("NUMBA_CACHE_DIR", "")
     if is_writable(Path(kernels)) and kernels:
         yield Finding("kernels", f"kept in {kernels}")
     else:
         yield Finding("kernels", "can be kept nowhere: set NUMBA_CACHE_DIR to a folder that can be written", fine=False)
+
+
+def accelerated(cuda: bool, mps: bool) -> Finding:
+    """What trains on the machine's accelerators."""
+    if not cuda:
+        rest = "; mps has none: the generic path" if mps else ""
+        return Finding("kernels", f"numba's on the CPU, derived from each method's loss{rest}")
+    if find_spec("triton") is None:
+        return Finding("kernels", "Triton is missing: without it a GPU has none, and takes the generic path (slower)", fine=False)
+    return Finding("kernels", f"Triton {version('triton')}'s on a GPU, numba's on the CPU, derived from each method's loss")
 
 
 def is_writable(folder: Path) -> bool:

@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
         mine |= ranking_metrics(loaded.evaluator.full_ranks(store, answer)["test"], "full_")
     rows = [(f"{split.clients:,} users", mine)]
     if given.new_users and split.cold_start:
-        found = new_users.metrics(loaded.engine, loaded.server, split.cold_start, given.rounds)
+        found = new_users.metrics(loaded.engine, loaded.server, split.cold_start, given.rounds, loaded.evaluator.settles_ties)
         rows.append((f"{split.cold_start.clients:,} new users", found))
     columns = [name for name in COLUMNS if name in mine]
     say(fitted(f"{made.algo} on {made.dataset}, protocol {split.protocol.name} [{split.fingerprint}], test at round {loaded.round}"))

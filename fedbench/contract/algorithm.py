@@ -44,6 +44,8 @@ class World:
     rating_min: float = 0.0
     """the rating scale"""
     rating_max: float = 1.0
+    new_users: bool = False
+    """there are clients that are not in training and come when it is over, see `for_new_users`"""
 
 
 @dataclass(frozen=True)
@@ -158,8 +160,8 @@ class Stage(NamedTuple):
     """the samples it works on: all, or the support or query half, which each client draws anew each round"""
     max_samples: int | None = None
     """samples at most, drawn anew each round"""
-    fused: Any = None
-    """a description that lets the engine take a fused kernel instead of the generic path (see fedbench/kernels/fused.py and ridge.py)"""
+    ridge: Any = None
+    """of a closed form: the least squares that `solve` solves, a Ridge of fedbench/parts/ridge.py, for which there is a kernel"""
 
     def problem(self, held: Collection[str], sent: Collection[str] = ()) -> str:
         """What is wrong with it for a client that holds these names and was sent those; "" if nothing is."""
@@ -186,7 +188,9 @@ class Answer:
     shared: Tensors = field(default_factory=dict)
     personal: Tensors = field(default_factory=dict)
     slot: Tensor | None = None
-    """[U] row of `personal` for each client, -1 for a client that is sent nothing"""
+    """[U] row of `personal` for each client, -1 for a client that is sent nothing personal"""
+    instead: Tensors = field(default_factory=dict)
+    """the same tensors to every client whose slot is -1, and to nobody else"""
 
 
 @dataclass(frozen=True)
@@ -224,7 +228,11 @@ class Algorithm:
     published: ClassVar[Mapping[str, Any]] = {}
     """what `--recipe published` sets: the paper's own switches and hyper-parameters"""
     summed: ClassVar[tuple[str, ...]] = ()
-    """uploads (no tables) that the server may see only as a sum over the cohort, by secure aggregation; see fedbench/parts/secure_sum.py"""
+    """uploads (no own tables) that the server may see only as a sum over the cohort, by secure aggregation; see
+    fedbench/parts/secure_sum.py. Of a shared table masks cover every row, so it travels whole: say so in `travels_whole`"""
+    paired: ClassVar[tuple[str, ...]] = ()
+    """shared tables of one number a touched row, v [T], that only `upload` returns and that stand for v vᵀ: what travels is the product of
+    every pair of items, [M, M]. In `summed` too: the server sees the sum over the cohort; else each client's touched pairs"""
     per_client_server_state: ClassVar[tuple[str, ...]] = ()
     """names of server tensors that hold one row a client, such as FedEM's mixtures: client u's is row `server["slot"][u]`, see
     `delivered` in fedbench/parts/mixing.py. Workers that share a run keep only the rows of their own clients"""
@@ -234,6 +242,8 @@ class Algorithm:
     """clients keep nothing: evaluation rebuilds what `receive` adds to what was sent, by the first stage on all training samples"""
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"sampling": ("uniform", "queue")}
     """allowed words of the fields that take one; subclasses add theirs with `{**Algorithm.choices, ...}`"""
+    later: ClassVar[tuple[str, ...]] = ()
+    """fields that came when there were runs without them: at their defaults they are no part of a run's hash"""
     rating_split: ClassVar[str] = "kfold"
     """what `--split auto` means where the algorithm predicts ratings"""
 
@@ -315,7 +325,10 @@ class Algorithm:
         return None
 
     def for_new_users(self, server: Tensors) -> Tensors:
-        """The server as clients meet it that were not in training and learn what is private to them; a schedule begins anew."""
+        """The server as clients meet it that were not in training and learn what is private to them: with nothing personal in its answer.
+
+        A schedule begins anew. Of what it returns it makes the same again; it is asked before the first round too.
+        """
         return server
 
     # ---- one client --------------------------------------------------------------------------------------------------
@@ -337,7 +350,7 @@ class Algorithm:
     def stages(self, sent: Tensors) -> tuple[Stage, ...]:
         """The client's local work, in order: by default its phases over all samples; () if there is none."""
         phases = self.phases(sent)
-        return (Stage(phases, self.local_epochs, self.samples_a_step, fused=self.fused(bool(sent))),) if phases else ()
+        return (Stage(phases, self.local_epochs, self.samples_a_step),) if phases else ()
 
     def solve(self, held: Tensors, sent: Tensors, batch: Batch) -> Tensors:
         """The closed form of a stage without phases: what it replaces in `held`, from all of the client's samples in the stage."""
@@ -366,23 +379,19 @@ class Algorithm:
         """[K] the client's score for each of the K item rows it is given: higher is better, or the predicted rating."""
         raise NotImplementedError
 
+    def score_clients(self, own: Tensors, sent: Tensors, items: Tensor | None) -> Tensor:
+        """[C, K] what `score` gives C clients, where many are better scored at once; the base has none, and `score` is mapped.
+
+        own: [C, ...] each, whole tables. sent: what is sent to all as it is, personal parts [C, ...]. items: [C, K], None: all of them.
+        """
+        raise NotImplementedError
+
     def travels_whole(self, world: World) -> Mapping[str, int]:
         """Name -> rows of the table that the method sends whole in both directions, though only the rows that matter move here.
 
         Bytes are counted by it.
         """
         return {}
-
-    def fused(self, sent: bool) -> Any:
-        """A description that lets the engine take a fused kernel instead of the generic path, or None (see fedbench/kernels/fused.py).
-
-        It stands for `receive`, `phases` and `loss`, with and without an answer from the server.
-        """
-        return None
-
-    def fused_score(self, sent: bool) -> Any:
-        """A description that lets the evaluation take a fused kernel in place of `score`, or None."""
-        return None
 
 
 def check_stages(algorithm: Algorithm, stages: tuple[Stage, ...], held: Collection[str], sent: Collection[str] = ()) -> None:

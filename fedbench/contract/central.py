@@ -25,6 +25,8 @@ class Pool(NamedTuple):
     user: Tensor
     item: Tensor
     label: Tensor
+    time: Tensor | None = None
+    """when a training interaction happened, in seconds (0 for a negative), if the method `reads_time`"""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Central(Algorithm):
     federated: ClassVar[bool] = False
     unused: ClassVar[tuple[str, ...]] = ("clients_per_round", "local_epochs", "sampling", "stop_below")
     """flags of every algorithm that mean nothing here"""
+    reads_time: ClassVar[bool] = False
+    """`epoch` needs `pool.time`: such a method runs only on data that has times"""
 
     def check(self, world: World | None = None) -> None:
         for name in self.unused:

@@ -23,7 +23,8 @@ HINTS = (
     (r"\.item\(\) on a Tensor", "the function runs for many clients at once, so no number can be taken out of a tensor; drop .item()"),
     (r"data-dependent control flow|__bool__", "no `if` or `while` on a tensor's value here; use torch.where(condition, a, b)"),
     (r"dynamic shape", "a shape cannot depend on values here; use torch.where or multiply with a mask"),
-    (r"in-place arithmetic|vmap: .*_\(.*is not possible", "do not change a tensor in place here; make a new one"),
+    (r"in-place arithmetic|in-place operation|vmap: .*_\(.*is not possible", "do not change a tensor in place here; make a new one"),
+    (r"doesn't have storage|Can't call numpy\(\)", "no numpy and no numbers here: the function runs for many clients at once"),
     (r"randomness error mode|called random operation", "draw random numbers in init_client, init_server or aggregate, with `draw`"),
     (r"must only return Tensors", "return tensors alone"),
     (r"cannot inherit non-frozen dataclass", "write @dataclass(frozen=True)"),
@@ -36,7 +37,7 @@ MOVED = {"secure": "parts.secure_sum", "split": "data.split", "protocol": "data.
 """modules of before that no longer answer to their old name (see fedbench/old_names.py), and where they are now"""
 MAY_IMPORT = (
     *("errors", "contract.algorithm", "contract.uploads", "contract.randomness", "contract.registry", "contract.dataset"),
-    *("parts.mixing", "parts.merging", "parts.central", "parts.newton", "parts.server_optimizer", "parts.secure_sum", "kernels.fused"),
+    *("parts.mixing", "parts.merging", "parts.central", "parts.newton", "parts.server_optimizer", "parts.secure_sum"),
 )
 """where a name may be that a plug-in imports from a wrong place"""
 

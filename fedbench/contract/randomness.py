@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 from torch import Tensor
 
 from fedbench.kernels.hashing import GOLDEN, mix
 from fedbench.kernels.hashing import unit as unit
+from fedbench.kernels.threads import shared
 
 
 @njit(cache=True)
@@ -28,18 +29,18 @@ def _keys(base: np.uint64, who: np.ndarray) -> np.ndarray:
     return out
 
 
-@njit(parallel=True, nogil=True, cache=True)
-def _fill_uniform(keys: np.ndarray, out: np.ndarray) -> None:
-    for c in prange(keys.size):
+@shared()
+def _fill_uniform(low: int, high: int, keys: np.ndarray, out: np.ndarray) -> None:
+    for c in range(low, high):
         for i in range(out.shape[1]):
             out[c, i] = unit(keys[c], i)
 
 
-@njit(parallel=True, nogil=True, cache=True)
-def _fill_normal(keys: np.ndarray, out: np.ndarray) -> None:
+@shared()
+def _fill_normal(low: int, high: int, keys: np.ndarray, out: np.ndarray) -> None:
     """Box-Muller: positions 2i and 2i+1 of a row share two uniforms."""
     width = out.shape[1]
-    for c in prange(keys.size):
+    for c in range(low, high):
         for i in range(0, width, 2):
             radius = math.sqrt(-2.0 * math.log(1.0 - unit(keys[c], i)))
             angle = 2.0 * math.pi * unit(keys[c], i + 1)

@@ -106,6 +106,8 @@ def algorithm(name_or_path: str, named: bool = True, let_in: bool = False, where
     if _is_algorithm_file(name_or_path):
         path = Path(os.path.expanduser(name_or_path))
         content = _python_file(path)
+        if (ours := next((cls for cls in known.values() if _is_file_of(cls, path)), None)) is not None:
+            return ours
         trust.admit(path, content, named, let_in, where)
         found = _algorithm_in(path, content)
         _sources[found] = Source(content)
@@ -113,9 +115,15 @@ def algorithm(name_or_path: str, named: bool = True, let_in: bool = False, where
     raise UsageError(f"--algo {name_or_path}: no such algorithm{_suggest(name_or_path, known)}; a path to a .py works too")
 
 
+def _is_file_of(cls: type[Algorithm], path: Path) -> bool:
+    """Whether an algorithm that is known by its name was loaded from this very file."""
+    loaded = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return loaded is not None and os.path.samefile(loaded, path)
+
+
 def source(cls: type[Algorithm]) -> Source | None:
     """Where an algorithm came from, if it was named by its path or belongs to an installed package."""
-    return _sources.get(cls)
+    return next((_sources[kind] for kind in cls.__mro__ if kind in _sources), None)
 
 
 def dataset(name_or_path: str) -> Loader:

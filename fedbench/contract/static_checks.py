@@ -183,7 +183,7 @@ def _check_facts(cls: type[Algorithm]) -> None:
         if not callable(getattr(cls, f"score_{name}", None)):
             raise fault(cls, "scores", f"scores names {name!r}, but there is no function score_{name}(self, own, sent)")
         _check_hook(cls, f"score_{name}", "score")
-    for name in ("summed", "per_client_server_state", "scores"):
+    for name in ("summed", "paired", "per_client_server_state", "scores"):
         if not _are_words(getattr(cls, name, ())):
             raise fault(cls, name, f"{name} must be a tuple of names, not {getattr(cls, name)!r}")
     if not isinstance(cls.published, Mapping) or not _are_words(tuple(cls.published)):

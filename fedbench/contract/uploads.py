@@ -15,6 +15,7 @@ from fedbench.contract.algorithm import World
 from fedbench.contract.mixtures import SparseWeights, faster_form
 from fedbench.contract.plugin_errors import Misuse, meant
 from fedbench.contract.storage import Memory
+from fedbench.kernels.item_item import pair_sums
 from fedbench.kernels.rows import summed_by_item
 
 AVERAGES = ("sum", "cohort", "touching")
@@ -76,7 +77,19 @@ class Rows(NamedTuple):
 
     def sent(self) -> int:
         """How many rows, over all clients."""
-        own = len(self.item)
+        return self._over_workers(len(self.item))
+
+    def gram(self, items: int, digits: int | None = None) -> Tensor:
+        """[M, M]: Σ over clients of v vᵀ, v a client's numbers, one a row; digits: binary digits after the point of every product."""
+        found = pair_sums(self.counts, self.item, self.value, items, digits)
+        on_host = self.value.device.type == "cpu"  # a device may not hold float64
+        return self.total(found if on_host else found.to(self.value)).to(self.value.dtype)
+
+    def pairs(self) -> int:
+        """How many pairs of its rows, each of them with itself too, the clients have, over all clients."""
+        return self._over_workers(int((self.counts * (self.counts + 1) // 2).sum()))
+
+    def _over_workers(self, own: int) -> int:
         return own if self.total is alone else int(self.total(torch.tensor(own, device=self.item.device)))
 
 
@@ -151,6 +164,8 @@ class Uploads:
     """[n] whether an upload arrived in another shape than asked for, so that its numbers here mean nothing"""
     bits: Mapping[str, float] = field(default_factory=dict)
     """name -> bits of one number on its way, see Algorithm.bits"""
+    paired: tuple[str, ...] = ()
+    """uploads that stand for products of pairs of items, see Algorithm.paired"""
     room: Memory = Memory()  # noqa: RUF009 (it holds nothing)
     """where the server lays what it keeps for each of many clients"""
 
@@ -240,6 +255,10 @@ class Uploads:
             tensor = value if isinstance(value, Tensor) else value.value
             sent, id_ = (value.sent(), 4) if isinstance(value, Rows) else (len(self.clients), 0)
             each = number_size(tensor, self.bits.get(name)) if name not in self.summed else 8 * MASKED_BYTES
+            if isinstance(value, Rows) and name in self.paired:
+                every = len(self.clients) * (self.world.items * (self.world.items + 1) // 2)  # v vᵀ is symmetric, so half of it travels
+                total += every * MASKED_BYTES if name in self.summed else value.pairs() * math.ceil(each / 8) + sent * id_
+                continue
             if name in self.whole:
                 sent, id_ = len(self.clients) * self.whole[name], 0
             total += sent * (math.ceil(math.prod(tensor.shape[1:]) * each / 8) + id_)

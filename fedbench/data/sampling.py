@@ -13,6 +13,7 @@ import torch
 from fedbench.contract.central import Pool
 from fedbench.contract.randomness import keys, purpose_base
 from fedbench.data.split import Split, from_counts, smallest
+from fedbench.errors import UsageError
 from fedbench.kernels.sampling import below_bound, close_gaps, sample, sample_ratings
 from fedbench.kernels.shuffling import orders
 
@@ -124,3 +125,14 @@ def pool_of(samples: Samples, seed: int, when: int, dtype: torch.dtype = torch.f
     orders(keys(seed, when, "pool", np.array([-1])), np.array([0, len(users)]), 0, 1, order)
     user, item, label = (torch.from_numpy(column[order]).to(device) for column in (users, items, samples.label))
     return Pool(user, item, label.to(dtype))
+
+
+def with_time(pool: Pool, split: Split, method: str) -> Pool:
+    """The pool with the times of its training interactions; UsageError if the data has none."""
+    if not len(split.train_time):
+        raise UsageError(f"{method} needs to know when interactions happened, and this data does not say; use popularity")
+    user, item = (column.cpu().numpy() for column in (pool.user, pool.item))
+    place = np.repeat(np.arange(split.clients), split.train_counts) * split.items + split.train_item  # ascending
+    at = np.searchsorted(place, user * split.items + item).clip(max=len(place) - 1)
+    time = np.where(place[at] == user * split.items + item, split.train_time[at], 0)
+    return pool._replace(time=torch.from_numpy(time).to(pool.label.device))

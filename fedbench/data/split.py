@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from fedbench.contract.dataset import Interactions
 from fedbench.contract.randomness import keys, purpose_base
@@ -19,6 +19,7 @@ from fedbench.data.protocol import Protocol
 from fedbench.errors import DataError, UsageError
 from fedbench.kernels.hashing import below, mix
 from fedbench.kernels.sampling import unseen
+from fedbench.kernels.threads import shared
 
 log = logging.getLogger("fedbench")
 
@@ -73,6 +74,9 @@ class Split:
     user_ids: np.ndarray
     """[U] what the source calls a client"""
     item_ids: np.ndarray
+    train_time: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """when each training interaction happened, in seconds; empty if the data does not say. Of ranking splits alone"""
+    val_time: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     refit: bool = False
     """validation items are training items: nothing may be chosen on them any more"""
     held: Mapping[str, Held] = field(default_factory=dict)
@@ -112,6 +116,7 @@ class Split:
         """A ranking split of these clients alone, numbered anew in the order given; the items are as they were."""
         train, seen = _lists(self.train_ptr, which), _lists(self.seen_ptr, which)
         each = ("val_item", "val_rating", "test_item", "val_candidates", "test_candidates", "user_ids")
+        timed = bool(len(self.train_time))
         return replace(
             self,
             train_ptr=from_counts(self.train_counts[which]),
@@ -119,6 +124,8 @@ class Split:
             train_rating=self.train_rating[train],
             seen_ptr=from_counts(np.diff(self.seen_ptr)[which]),
             seen_item=self.seen_item[seen],
+            train_time=self.train_time[train if timed else slice(0)],
+            val_time=self.val_time[which if timed else slice(0)],
             **{name: getattr(self, name)[which] for name in each},
         )
 
@@ -133,6 +140,7 @@ class Split:
             train_ptr=from_counts(self.train_counts + 1),
             train_item=item[order],
             train_rating=np.concatenate([self.train_rating, self.val_rating])[order],
+            train_time=np.concatenate([self.train_time, self.val_time])[order if len(self.train_time) else slice(0)],
             refit=True,
         )
 
@@ -146,11 +154,11 @@ def _pair_hash(base: np.uint64, user: np.ndarray, item: np.ndarray) -> np.ndarra
     return out
 
 
-@njit(parallel=True, nogil=True, cache=True)
-def _candidates(stream: np.ndarray, ptr: np.ndarray, seen: np.ndarray, items: int, out: np.ndarray) -> None:
+@shared()
+def _candidates(low: int, high: int, stream: np.ndarray, ptr: np.ndarray, seen: np.ndarray, items: int, out: np.ndarray) -> None:
     """out [U, K]: K different items a client has not seen, in the order drawn."""
     width = out.shape[1]
-    for c in prange(stream.size):
+    for c in range(low, high):
         mine = seen[ptr[c] : ptr[c + 1]]
         free = items - mine.size
         counter = 0
@@ -199,7 +207,7 @@ def split(data: Interactions, protocol: Protocol) -> Split:
 
     # In each user's list, sorted so, the last interaction is the test item and the one before it the validation item.
     order = np.lexsort((*_last_is_test(data, protocol, user_codes[user], item_codes[item], time), user))
-    user, item, rating = user[order], item[order], rating[order]
+    user, item, rating, time = user[order], item[order], rating[order], time[order]
     seen_ptr = from_counts(np.bincount(user, minlength=clients))
     is_test, is_val = np.zeros(len(user), bool), np.zeros(len(user), bool)
     is_test[seen_ptr[1:] - 1] = True
@@ -219,6 +227,8 @@ def split(data: Interactions, protocol: Protocol) -> Split:
         train_rating=rating[by_item][train_sorted].astype(np.float32),
         seen_ptr=seen_ptr,
         seen_item=seen_item,
+        train_time=time[by_item][train_sorted] if data.has_time else np.empty(0, np.int64),
+        val_time=time[is_val] if data.has_time else np.empty(0, np.int64),
         val_item=item[is_val],
         val_rating=rating[is_val].astype(np.float32),
         test_item=item[is_test],

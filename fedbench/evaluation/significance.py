@@ -17,6 +17,43 @@ BLOCK = 1 << 15
 """numbers made at once, so that they stay in a core's cache"""
 
 
+CHANCE_ERRORS = 3
+"""standard errors above chance from which a control is taken to know something"""
+
+
+class FromChance(NamedTuple):
+    """How far HR@10 of a control, which cannot know the held-out items, is from chance."""
+
+    hit: float
+    chance: float
+    error: float
+    """standard error of `hit` at chance"""
+
+    @property
+    def errors(self) -> float:
+        """The distance in standard errors."""
+        return (self.hit - self.chance) / self.error if self.error else 0.0
+
+    @property
+    def leaks(self) -> bool:
+        """Too far above chance to be chance."""
+        return self.errors > CHANCE_ERRORS
+
+    def __str__(self) -> str:
+        return f"HR@10 {self.hit:.4f}, chance {self.chance:.4f} ± {self.error:.4f} ({self.errors:+.1f} standard errors)"
+
+
+def from_chance(ranks: np.ndarray, items: np.ndarray, chance: float) -> FromChance:
+    """[U] ranks of the held-out items, [U] those items.
+
+    Clients that are all sent one table score an item by the same row, so the hits of those with the same held-out item go together. The
+    error is the larger one: of clients that are independent, or of items that are.
+    """
+    hits = ranks <= 10
+    by_item = np.bincount(items, hits - chance) / max(1, len(hits))
+    return FromChance(float(hits.mean()), chance, max((chance * (1 - chance) / max(1, len(hits))) ** 0.5, float((by_item**2).sum() ** 0.5)))
+
+
 def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
     """95 % percentile bootstrap interval of the mean of [seeds, U]; see `bootstrap`."""
     return bounds(bootstrap([values], seed=seed)[0])

@@ -11,7 +11,6 @@ from fedbench.contract.dataset import Interactions
 from fedbench.contract.storage import Disk
 from fedbench.data.split import Split
 from fedbench.settings.config import RunConfig
-from fedbench.simulation import kernel_check
 from fedbench.simulation.federation import Federation
 from fedbench.text import human
 
@@ -36,10 +35,12 @@ def describe(dataset: Interactions, split: Split, config: RunConfig, device: str
         log.info("%d items are ranked beside the held-out one, not %d", split.protocol.eval_negatives, config.protocol.eval_negatives)
     if split.protocol.leaky:
         log.warning("LEAKY protocol: numbers of this run are inflated and labelled so; use --protocol clean for true ones")
+    if config.failures.no_server:
+        log.warning("CONTROL: with --no-server the server never learns; on an honest protocol the result must be at chance")
     if config.compile and config.kernel == "auto" and device == "cpu":
-        log.info("--compile concerns the generic path; where a fused kernel fits it runs instead (--kernel off takes the generic path)")
-    if config.kernel == "auto" and (note := kernel_check.note(config.algorithm, config.algorithm.name)):
-        log.warning(note)
+        log.info(
+            "--compile concerns the generic path; a derived kernel runs instead where there is one (--kernel off takes the generic path)"
+        )
     log.info("%s, recipe %s, seed %d, on %s, into %s", config.algorithm.name, config.recipe, config.seed, device, out)
 
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import cast
 
 import numba
 import torch
-from numba.core.event import Event, Listener, install_listener
-from tqdm.auto import tqdm
 
 from fedbench.errors import UsageError
 from fedbench.experiment import processes
 from fedbench.experiment.prepare import check_shared
-from fedbench.kernels import fused
 from fedbench.settings.config import RunConfig
 from fedbench.simulation import workers
 
@@ -89,23 +84,3 @@ def describe_cache() -> None:
     beside, kernels = Path(__file__).parents[1] / "__pycache__", Path(os.environ["NUMBA_CACHE_DIR"])
     if kernels.name.startswith("kernels-") and kernels.parent != beside:
         log.info("compiled kernels are kept in %s, for %s cannot be written; NUMBA_CACHE_DIR names another folder", kernels, beside)
-
-
-class Compiling(Listener):
-    """Says once that a kernel of local training is being compiled: the first round waits for it."""
-
-    said = False
-
-    def on_start(self, event: Event) -> None:
-        if not self.said and event.data["dispatcher"].py_func.__module__ == fused.__name__:
-            self.said = True
-            with tqdm.external_write_mode():  # the bar makes way for a line
-                log.info("compiling the kernels of this method for this machine: a minute or so, once; later runs find them")
-
-    def on_end(self, event: Event) -> None:
-        """Required by numba; nothing to log."""
-
-
-def compiling_is_said() -> AbstractContextManager[None]:
-    """While it is entered, the first kernel that is compiled is said in the log."""
-    return cast("AbstractContextManager[None]", install_listener("numba:compile", Compiling()))

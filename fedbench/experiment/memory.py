@@ -14,7 +14,7 @@ from fedbench.contract.algorithm import Algorithm, Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.data.split import Split
 from fedbench.errors import FedbenchError
-from fedbench.system_memory import free_memory
+from fedbench.system_memory import free_gpu_memory, free_memory, memory_of
 from fedbench.text import human
 
 SAMPLE_BYTES = 12
@@ -56,7 +56,9 @@ def check(algorithm: Algorithm, split: Split, world: World, dtype: torch.dtype, 
         ("a round's training samples", samples(algorithm, split, clients), "", "--negatives or -n"),
     ):
         if needed > free:
-            raise FedbenchError(f"{what} takes at least {human(needed)}{form}, and {human(free)} of memory are free; lower {lower}")
+            raise FedbenchError(
+                f"{what} takes at least {human(needed)}{form}, and {human(free)} of {memory_of(device)} are free; lower {lower}"
+            )
 
 
 def _held(algorithm: Algorithm, world: World, dtype: torch.dtype, free: float) -> list[tuple[str, float, str, str]]:
@@ -104,4 +106,4 @@ def samples(algorithm: Algorithm, split: Split, clients: int) -> float:
 
 def free_on(device: str) -> float:
     """Free bytes on a device."""
-    return float(torch.cuda.mem_get_info(device)[0]) if device.startswith("cuda") else free_memory()
+    return free_gpu_memory(device) if device.startswith("cuda") else free_memory()

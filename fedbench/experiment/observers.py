@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from numba.core import event
+from numba.core.event import Listener
 from tqdm.auto import tqdm
 
 from fedbench.errors import Interrupted, UsageError
@@ -23,6 +25,7 @@ from fedbench.evaluation.metrics import metrics_of
 from fedbench.experiment.kept_model import Aside
 from fedbench.experiment.run_state import save
 from fedbench.experiment.summary import Best
+from fedbench.kernels.compiler.build import DERIVED
 from fedbench.settings.cadence import Cadence
 from fedbench.settings.config import RunConfig
 from fedbench.simulation import workers
@@ -32,6 +35,8 @@ from fedbench.simulation.federation import Federation
 
 log = logging.getLogger("fedbench")
 
+ALL, ONE = 30, 10
+"""seconds that it takes about to compile all kernels of a run, or those alone that are derived from a method"""
 SELECT = {"val": "ndcg_10", "test": "hr_10"}
 """the metric that chooses the reported round of a ranking; of ratings it is the RMSE"""
 
@@ -65,6 +70,58 @@ class Observer:
 
     def close(self) -> None:
         """Called once when training is over, also after an error."""
+
+
+@dataclass(eq=False)
+class CompileClock(Listener):
+    """Counts kernels that numba compiles, and the seconds that takes; install it as a listener to numba:compile."""
+
+    kernels: int = 0
+    seconds: float = 0.0
+    depth: int = 0
+    """functions that are being compiled: a kernel, and within it those that it calls"""
+    began: float = 0.0
+
+    def on_start(self, of: event.Event) -> None:
+        if not self.depth:
+            self.began = time.perf_counter()
+        self.depth += 1
+
+    def on_end(self, of: event.Event) -> None:
+        self.depth -= 1
+        if not self.depth:
+            self.seconds += time.perf_counter() - self.began
+            self.kernels += 1
+
+
+class Compiling(Observer, CompileClock):
+    """Says that rounds wait for kernels to be compiled, and when they do no longer."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.method, self.said = method, False
+
+    def start(self, federation: Federation) -> None:
+        event.register("numba:compile", self)
+
+    def on_start(self, of: event.Event) -> None:
+        if not self.said:
+            self.said = True
+            alone = of.data["dispatcher"].py_func.__module__.startswith(DERIVED)  # all that a run compiles before is there
+            self.say(f"compiling kernels for {self.method} (about {ONE if alone else ALL} s, once) …")
+        super().on_start(of)
+
+    def after_round(self, end: RoundEnd) -> None:
+        if self.said:
+            self.say(f"compiled {self.kernels} kernels for {self.method} in {self.seconds:.1f} s; they are kept for the next run")
+        self.kernels, self.seconds, self.said = 0, 0.0, False
+
+    def close(self) -> None:
+        event.unregister("numba:compile", self)
+
+    def say(self, line: str) -> None:
+        with tqdm.external_write_mode():  # the bar makes way for a line
+            log.info(line)
 
 
 class Loss(Observer):

@@ -109,9 +109,6 @@ def find_resume_point(out: Path, config: RunConfig, split: Split) -> ResumePoint
         if state.facts.get(key) != mine:
             words = key.replace("_", " ")
             refuse(out, f"that run's {words} is {state.facts.get(key)}, here it is {mine}; use the data and the flags that it had")
-    if not config.algorithm.federated and (kernel := state.facts.get("kernel", config.kernel)) != config.kernel:
-        # its optimizer's moments stay between rounds, and kernels keep them on another scale
-        refuse(out, f"that run has --kernel {kernel}, here it is {config.kernel}; a centralised method resumes with the same")
     if isinstance(state.facts.get("round"), int):
         folder.check_rounds(out, state.facts["round"])
     return ResumePoint(True, state)

@@ -109,7 +109,7 @@ def run(config: RunConfig) -> dict[str, Any]:
     device = machine.set_up(config)
     split, dataset = prepare_checked(config, device)
     config, out = agreed_folder(config)
-    with claimed(out) if workers.is_first() else nullcontext(), machine.compiling_is_said():
+    with claimed(out) if workers.is_first() else nullcontext():
         if summary := workers.broadcast(lambda: find_finished(out, config, split)):
             workers.on_first(finished.say, out, config, summary, split)
             return summary
@@ -183,6 +183,7 @@ def open_log(config: RunConfig, split: Split, dataset: Interactions, out: Path, 
         {
             "protocol_fingerprint": split.fingerprint,
             "leaky": "LEAKY" if split.protocol.leaky else "no",
+            **({"control": "no server"} if config.failures.no_server else {}),
             "data_checksum": split.checksum,
             "dataset": dataset.name,
             "data_source": dataset.source,
@@ -221,7 +222,7 @@ def new_user_summary(out: Path, federation: Federation, best: Best) -> dict[str,
         return {}
     log.info("%s new users learn what is private to them", f"{users.clients:,}")
     round_, server = reported_server(out, federation, best)
-    return {"new_user": {"round": round_, **new_users.metrics(federation.engine, server, users)}}
+    return {"new_user": {"round": round_, **new_users.metrics(federation.engine, server, users, ties=federation.evaluator.settles_ties)}}
 
 
 def say_result(summary: dict[str, Any], split: Split, out: Path, link: str | None) -> None:

@@ -34,7 +34,6 @@ def state_facts(federation: Federation, config: RunConfig) -> dict[str, Any]:
         "data_checksum": split.checksum,
         "protocol_fingerprint": split.fingerprint,
         "round": federation.round,
-        "kernel": config.kernel,
     }
 
 

@@ -76,7 +76,8 @@ class Model:
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        return Evaluator(self.algorithm, self.split, "cpu", self.engine.kernels)
+        ties = self.config.seed if self.config.failures.no_server else None
+        return Evaluator(self.algorithm, self.split, "cpu", self.engine.derived is not None, settles_ties=ties)
 
     @cached_property
     def number(self) -> dict[str, int]:
@@ -106,12 +107,13 @@ class Model:
 
     def with_history(self, item: np.ndarray, rating: np.ndarray, rounds: int = new_users.ROUNDS) -> Model:
         """The model of one user who was not in training and has these items, by number: what is private is learnt, the rest frozen."""
-        new_users.check(self.algorithm, self.algorithm.answer(self.server))
+        server = self.algorithm.for_new_users(self.server)
+        new_users.check(self.algorithm, self.algorithm.answer(server))
         order, split = np.argsort(item, kind="stable"), self.split
         ptr, user = np.array([0, len(item)]), np.array([NEW_USER])
         alone = scoring_split(split.protocol, ptr, item[order], rating[order], user, split.item_ids, split.rating_min, split.rating_max)
-        one = replace(self, split=alone)
-        return replace(one, store=new_users.learn(one.engine, self.server, alone, rounds))
+        one = replace(self, split=alone, server=server)
+        return replace(one, store=new_users.learn(one.engine, server, alone, rounds))
 
     def best(self, clients: np.ndarray, k: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Blocks of clients [C] with the numbers [C, k] of their best items and the scores of those; -1 where there are no more."""

@@ -23,7 +23,7 @@ from fedbench.data.protocol import Protocol
 from fedbench.data.split import Split
 from fedbench.evaluation.baselines import chance_metrics, mean_predictions, popularity_ranks, rating_floors
 from fedbench.evaluation.metrics import client_errors, client_metrics, metrics_of, new_item_metrics, ranking_metrics, rating_spread, spread
-from fedbench.evaluation.significance import bootstrap, bounds
+from fedbench.evaluation.significance import FromChance, bootstrap, bounds, from_chance
 from fedbench.experiment.folder import over_folds
 from fedbench.settings.config import RunConfig
 from fedbench.simulation.federation import COUNTED, Federation
@@ -71,6 +71,7 @@ def summarise(
         "protocol_fingerprint": split.fingerprint,
         "data_checksum": split.checksum,
         "leaky": split.protocol.leaky,
+        **({"control": control(split, best.outcome)} if config.failures.no_server else {}),
         "recipe": config.recipe,
         "seed": config.seed,
         "rounds": federation.round,
@@ -92,6 +93,14 @@ def summarise(
         **(source.facts() if (source := registry.source(type(config.algorithm))) else {}),
     }
     return summary | {"notes": notes(summary, split)}
+
+
+def control(split: Split, outcome: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """What summary.json says of a run with --no-server: how far its HR@10 on test is from chance; ratings have no such level."""
+    if split.held:
+        return {"what": "no server"}
+    found = from_chance(outcome["test"], split.test_item[split.evaluated], split.chance(10))
+    return {"what": "no server", "leaks": found.leaks, "standard_error": found.error, "standard_errors": found.errors}
 
 
 def readings(names: Sequence[str], line: Mapping[str, float]) -> dict[str, dict[str, dict[str, float]]]:
@@ -140,7 +149,7 @@ def _errors(split: Split, predictions: Mapping[str, np.ndarray]) -> dict[str, di
 
 
 def notes(summary: dict[str, Any], split: Split) -> list[str]:
-    """Warnings that belong beside the numbers: a leaky protocol, a method that does not beat the reference."""
+    """Warnings that belong beside the numbers: a leaky protocol, a control, a method that does not beat the reference."""
     said = []
     if split.protocol.leaky:
         why = []
@@ -149,6 +158,8 @@ def notes(summary: dict[str, Any], split: Split) -> list[str]:
         if split.protocol.select_on == "test":
             why.append("the round is chosen on test")
         said.append(f"LEAKY: {' and '.join(why)}; these numbers are inflated (see docs/protocol.md)")
+    if "control" in summary:
+        return [*said, *control_notes(summary)]
     if split.held:
         mine, floor = summary["test"]["rmse"], summary["user_item_mean"]["rmse"]
         if not summary["beats_means"]:
@@ -163,6 +174,17 @@ def notes(summary: dict[str, Any], split: Split) -> list[str]:
     elif mine["hr_10"] <= floor["hr_10"]:
         said.append(f"{summary['algo']} beats popularity on NDCG@10 but not on HR@10: {figures}")
     return said
+
+
+def control_notes(summary: dict[str, Any]) -> list[str]:
+    """What belongs beside the numbers of a run whose server never learnt."""
+    said, told = "CONTROL: the server never learnt (--no-server)", summary["control"]
+    if "leaks" not in told:
+        return [f"{said}; these numbers are what a client knows alone"]
+    found = FromChance(summary["test"]["hr_10"], summary["chance"]["hr_10"], told["standard_error"])
+    if found.leaks:
+        return [f"{said}, yet it is above chance, so something LEAKS: {found}"]
+    return [f"{said}, and it is at chance, as it must be: {found}"]
 
 
 def final_table(summary: dict[str, Any], split: Split) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from fedbench.experiment.observers import (
     BudgetIsUsed,
     Checkpoints,
+    Compiling,
     Evaluation,
     Exposure,
     FailureCounts,
@@ -72,6 +73,7 @@ def train(federation: Federation, best: Best, run_log: RunLog, config: RunConfig
         FailureCounts(),
         # the line is on disk before a checkpoint of its round is, so a resumed run never misses one
         Logged(run_log.round),
+        Compiling(config.algorithm.name),
         ProgressBar(config.algorithm.name, config.limit, config.budget, config.quiet),
         Interrupt(interrupted),
         Checkpoints(best, config, out),

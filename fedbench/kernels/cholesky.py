@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from fedbench.kernels.layers import compiled
-from fedbench.kernels.vectors import WIDTH, across, factor_square, has_avx512, put, repeat, solve_square, spread, take, tiler
+from fedbench.kernels.register_sums import factor_square, solve_square, tiler
+from fedbench.kernels.vectors import WIDTH, across, has_avx512, put, repeat, spread, take
 
 UPS, MANY = (8, 2) if has_avx512() else (4, 1)
 """rows and lanes of a tile: as many sums as registers hold"""

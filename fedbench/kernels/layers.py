@@ -1,4 +1,4 @@
-"""Parts of kernels: rows that lie side by side, weighted sums and products of them, and small networks over them.
+"""Parts of kernels: rows that lie side by side, weighted sums of them and their products.
 
 Rows lie in blocks of WIDTH, side by side: a block has one feature of its rows after another, a Lanes each. So do a network's numbers.
 """
@@ -10,22 +10,17 @@ from typing import Any, Final
 import numpy as np
 from numba import njit, types
 
-from fedbench.kernels.elementary import exp_minus
+from fedbench.kernels.register_sums import mixer, multiplier, outer
 from fedbench.kernels.vectors import (
     WIDTH,
     across,
     has_avx512,
-    magnitude,
-    mixer,
-    multiplier,
-    outer,
-    pick,
     prefetch,
     put,
-    repeat,
     spread,
     take,
     turn_in,
+    turn_onto,
     turn_out,
     turn_square,
 )
@@ -64,6 +59,8 @@ OUTS, UPS, OTHERS, WIDE = (8, 2, 8, 16) if has_avx512() else (4, 1, 8, 8)
 multiply_one, multiply_many, fill = multiplier(1, OTHERS, WIDE), multiplier(UPS, OTHERS, WIDE), outer(OUTS)
 SQUARE = WIDTH * WIDTH
 """numbers that are turned at once"""
+LISTED: Final = 4
+"""blocks of rows for which it takes as long to list a layer's weights and put its slopes in order as to make those of units that sleep"""
 
 
 @njit(inline="always")
@@ -92,14 +89,6 @@ def uninitialised(n: int, like: np.ndarray) -> np.ndarray:
 def part(room: np.ndarray, at: int, n: int) -> tuple[np.ndarray, int]:
     """n numbers of an array from `at` on, and where the next part begins: with a cache line, if `at` does."""
     return room[at : at + n], at + padded(n)
-
-
-@compiled(forceinline=True)
-def mixed(begin: float, values: np.ndarray, x: int, count: int, weights: np.ndarray, at: int, by: int) -> float:
-    """begin + sum over k < count of weights[at + k·by] · the lanes at values[x + k·WIDTH]."""
-    for k in range(count):
-        begin = begin + repeat(weights, at + k * by) * take(values, x + k * WIDTH)
-    return begin
 
 
 def mixer_of_blocks(keeps: str, onto: bool = False) -> Any:
@@ -143,7 +132,6 @@ def mixer_of_blocks(keeps: str, onto: bool = False) -> Any:
 
 mix_all, mix_positive = map(mixer_of_blocks, ("all", "positive"))
 mix_onto, mix_onto_positive = mixer_of_blocks("all", True), mixer_of_blocks("positive", True)
-back_one, back_some = mixer(1, "gated"), mixer(OUTS, "gated")
 
 
 @compiled()
@@ -218,116 +206,60 @@ def products(
     _products_over_lanes(up, x + u * WIDTH, by_x, ups - u, acts, y, by_y, count, out, at + u * count, count, blocks)
 
 
-@compiled(forceinline=True)
-def forward(weights: np.ndarray, sizes: np.ndarray, acts: np.ndarray, blocks: int, first: int, squash: bool) -> None:
-    """acts [blocks, sum(sizes), WIDTH]: fill the layers from 1 + `first` on; ReLU inside, sigmoid (squash) or ReLU at the end."""
-    one, zero = weights.dtype.type(1), weights.dtype.type(0)
-    source, at, by = 0, 0, sizes.sum() * WIDTH
-    for layer in range(sizes.size - 1):
-        fan_in, fan_out = sizes[layer], sizes[layer + 1]
-        target, bias = source + fan_in * WIDTH, at + fan_in * fan_out
-        if squash and layer == sizes.size - 2:
-            mix_all(acts, source, by, fan_in, acts, target, by, fan_out, weights, bias, 0, weights, at, fan_in, 1, blocks)
-            for b in range(blocks):
-                for o in range(target + b * by, target + b * by + fan_out * WIDTH, WIDTH):
-                    value = take(acts, o)
-                    tail = exp_minus(magnitude(value))
-                    put(acts, o, pick(value, zero, spread(one), tail) / (one + tail))
-        elif layer >= first:
-            mix_positive(acts, source, by, fan_in, acts, target, by, fan_out, weights, bias, 0, weights, at, fan_in, 1, blocks)
-        source, at = target, bias + fan_out
+@compiled()
+def list_awake(
+    acts: np.ndarray, x: int, by: int, units: int, blocks: int, ones: np.ndarray, room: np.ndarray, at: int, awake: np.ndarray, first: int
+) -> int:
+    """How many units of a layer are not 0 for all rows; `awake` lists them from `first` on. The layer's numbers are not negative.
 
-
-@compiled(inline="always")
-def everybody(sizes: np.ndarray, awake: np.ndarray, many: np.ndarray) -> None:
-    """All units of a network are awake: of each layer, numbers of its units in `awake` [sum(sizes)], and how many they are in `many`."""
-    at = 0
-    for layer in range(sizes.size):
-        many[layer] = sizes[layer]
-        for unit in range(sizes[layer]):
-            awake[at + unit] = unit
-        at += sizes[layer]
-
-
-@compiled(forceinline=True)
-def find_awake(
-    sizes: np.ndarray, acts: np.ndarray, ones: np.ndarray, blocks: int, spare: np.ndarray, awake: np.ndarray, many: np.ndarray
-) -> None:
-    """The units of hidden layers, the first one apart, that are not 0 for all rows: only these have slopes."""
-    at = sizes[0] + sizes[1]
-    for layer in range(2, sizes.size - 1):
-        spare[: sizes[layer]] = 0
-        products(ones, 0, 0, 1, acts, at * WIDTH, sizes.sum() * WIDTH, sizes[layer], spare, 0, blocks, spare)
-        many[layer] = 0
-        for unit in range(sizes[layer]):
-            awake[at + many[layer]] = unit  # one that is not awake is written over by the next
-            many[layer] += spare[unit] != 0
-        at += sizes[layer]
-
-
-@compiled(forceinline=True)
-def backward(
-    weights: np.ndarray,
-    sizes: np.ndarray,
-    acts: np.ndarray,
-    delta: np.ndarray,
-    nothing: np.ndarray,
-    blocks: int,
-    of_inputs: int,
-    awake: np.ndarray,
-    many: np.ndarray,
-) -> None:
-    """delta [blocks, sum(sizes), WIDTH] ends with the slopes of the last layer; fill those before it and add to those of so many inputs.
-
-    nothing: zeros, as many as OUTS. What lies below a layer in which no unit is awake has no slopes and is left as it is.
+    All are listed where to leave the others out would save less than it costs.
     """
-    by = sizes.sum() * WIDTH
-    target, end = by - sizes[-1] * WIDTH, weights.size
-    for layer in range(sizes.size - 2, -1, -1):
-        fan_in, fan_out = sizes[layer], sizes[layer + 1]
-        source, at = target - fan_in * WIDTH, end - (fan_in + 1) * fan_out
-        few, first = many[layer + 1], target // WIDTH
-        if few == 0:
-            break
-        if layer == 0:
-            mix_onto(delta, target, by, fan_out, delta, 0, by, of_inputs, delta, 0, by, weights, at, 1, fan_in, blocks)
-        for x in range(0, blocks * by if layer else 0, by):
-            for i in range(0, fan_in - OUTS + 1, OUTS):
-                back_some(delta, x + target, few, weights, at + i, 1, fan_in, nothing, 0, delta, x + source + i * WIDTH, acts, awake, first)
-            for i in range(fan_in // OUTS * OUTS, fan_in):
-                back_one(delta, x + target, few, weights, at + i, 1, fan_in, nothing, 0, delta, x + source + i * WIDTH, acts, awake, first)
-        target, end = source, at
+    room[at : at + units] = 0
+    _products_over_lanes(ones, 0, 0, 1, acts, x, by, units, room, at, units, blocks)
+    few = 0
+    for unit in range(units):
+        awake[first + few] = unit  # one that sleeps is written over by the next
+        few += room[at + unit] != 0
+    if (units - few) * blocks >= LISTED * units:
+        return few
+    for unit in range(units):
+        awake[first + unit] = unit
+    return units
 
 
-@compiled(forceinline=True)
-def gradient(
-    sizes: np.ndarray,
-    acts: np.ndarray,
-    delta: np.ndarray,
-    grad: np.ndarray,
-    ones: np.ndarray,
-    blocks: int,
-    spare: np.ndarray,
+@compiled()
+def listed_weights(
+    weights: np.ndarray,
+    at: int,
+    by_out: int,
+    by_in: int,
     awake: np.ndarray,
-    many: np.ndarray,
+    first_out: int,
+    outs: int,
+    first_in: int,
+    ins: int,
+    out: np.ndarray,
+    to: int,
 ) -> None:
-    """Add the slopes of a network's weights to `grad`. ones: WIDTH of them; spare: see products"""
-    by, source, at, lowest = sizes.sum() * WIDTH, 0, 0, 0
-    for layer in range(sizes.size):
-        if many[layer] == 0:
-            lowest = layer
-    for layer in range(sizes.size - 1):
-        fan_in, fan_out = sizes[layer], sizes[layer + 1]
-        target, bias = source + fan_in * WIDTH, at + fan_in * fan_out
-        if layer >= lowest and many[layer + 1] == fan_out:
-            products(delta, target, by, fan_out, acts, source, by, fan_in, grad, at, blocks, spare)
-        elif layer >= lowest:
-            for k in range(many[layer + 1]):
-                unit = awake[target // WIDTH + k]
-                products(delta, target + unit * WIDTH, by, 1, acts, source, by, fan_in, grad, at + unit * fan_in, blocks, spare)
-        if layer >= lowest:
-            products(ones, 0, 0, 1, delta, target, by, fan_out, grad, bias, blocks, spare)
-        source, at = target, bias + fan_out
+    """out[to + k·outs + o] = the weight of the o-th listed output and the k-th listed input; all are meant where a list begins at -1."""
+    for k in range(ins):
+        row = at + (awake[first_in + k] if first_in >= 0 else k) * by_in
+        for o in range(outs):
+            out[to + k * outs + o] = weights[row + (awake[first_out + o] if first_out >= 0 else o) * by_out]
+
+
+@compiled()
+def part_rows(out: np.ndarray, at: int, to: int, rows: int, few: int, n: int, awake: np.ndarray, first: int) -> None:
+    """`few` rows of n numbers that lie one after another from `at` on go to the places that `awake` lists, from `to` on; others are 0.
+
+    to >= at: the last go first, so that none is written over.
+    """
+    k = few - 1
+    for r in range(rows - 1, -1, -1):
+        listed = k >= 0 and awake[first + k] == r
+        for i in range(n):
+            out[to + r * n + i] = out[at + k * n + i] if listed else out.dtype.type(0)
+        k -= listed
 
 
 @njit(inline="always")
@@ -381,6 +313,48 @@ def give_rows(rows: np.ndarray, by: int, row: np.ndarray, table: np.ndarray) -> 
             for k in range(min(WIDTH, row.size - first)):
                 flat[row[first + k] * d + j] = rows[start + j * WIDTH + k]
         start += by
+
+
+@compiled()
+def add_rows(rows: np.ndarray, by: int, row: np.ndarray, table: np.ndarray) -> None:
+    """Rows that lie WIDTH side by side, a block every `by` numbers, are added to these rows of a table; a row may be listed again."""
+    d, flat, start = table.shape[1], table.reshape(-1), 0
+    for first in range(0, row.size, WIDTH):
+        whole = d // WIDTH * WIDTH if first + WIDTH <= row.size else 0
+        for j in range(0, whole, WIDTH):
+            turn_onto(rows, start + j * WIDTH, flat, row, first, d, j)
+        for j in range(whole, d):
+            for k in range(min(WIDTH, row.size - first)):
+                flat[row[first + k] * d + j] += rows[start + j * WIDTH + k]
+        start += by
+
+
+@compiled()
+def fetch_rows(table: np.ndarray, row: np.ndarray, out: np.ndarray) -> None:
+    """These rows of a table, one after another."""
+    d, flat = table.shape[1], table.reshape(-1)
+    for i in range(row.size):
+        copy(flat, row[i] * d, out, i * d, d)
+
+
+@compiled()
+def store_rows(rows: np.ndarray, table: np.ndarray, row: np.ndarray) -> None:
+    """Rows that lie one after another go to these places in a table."""
+    d, flat = table.shape[1], table.reshape(-1)
+    for i in range(row.size):
+        copy(rows, i * d, flat, row[i] * d, d)
+
+
+@compiled()
+def store_changes(rows: np.ndarray, table: np.ndarray, row: np.ndarray, out: np.ndarray) -> None:
+    """How rows that lie one after another differ from these rows of a table."""
+    d, flat, changes = table.shape[1], table.reshape(-1), out.reshape(-1)
+    for i in range(row.size):
+        x, y = i * d, row[i] * d
+        for j in range(0, d - WIDTH + 1, WIDTH):
+            put(changes, x + j, take(rows, x + j) - take(flat, y + j))
+        for j in range(d // WIDTH * WIDTH, d):
+            changes[x + j] = rows[x + j] - flat[y + j]
 
 
 @compiled()

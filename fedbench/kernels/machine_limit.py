@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from fedbench.kernels import fused
 from fedbench.kernels.layers import DIVIDE, FAST, zeros
+from fedbench.kernels.optimizers import BETA1, BETA2, EPSILON
 
 
 @njit(fastmath=FAST, error_model=DIVIDE, cache=True)
 def _adam_loop(param: np.ndarray, grad: np.ndarray, first: np.ndarray, second: np.ndarray, steps: int) -> None:
     """Adam as textbooks have it: a root and a quotient for every number."""
     kind = param.dtype.type
-    b1, b2, c1, c2 = kind(fused.BETA1), kind(fused.BETA2), kind(1 - fused.BETA1), kind(1 - fused.BETA2)
+    b1, b2, c1, c2 = kind(BETA1), kind(BETA2), kind(1 - BETA1), kind(1 - BETA2)
     for step in range(steps):
-        rate, scale = kind(0.1 / (1 - fused.BETA1 ** (step + 1))), kind(1 / math.sqrt(1 - fused.BETA2 ** (step + 1)))
-        eps = kind(fused.EPSILON)
+        rate, scale = kind(0.1 / (1 - BETA1 ** (step + 1))), kind(1 / math.sqrt(1 - BETA2 ** (step + 1)))
+        eps = kind(EPSILON)
         for i in range(param.size):
             first[i] = b1 * first[i] + c1 * grad[i]
             second[i] = b2 * second[i] + c2 * grad[i] * grad[i]

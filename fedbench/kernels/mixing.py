@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
 from torch import Tensor
 
 from fedbench.errors import NotFinite
 from fedbench.kernels.layers import DIVIDE, FAST, SQUARE, TILE, padded, products, take_rows, zeros
+from fedbench.kernels.threads import shared
 from fedbench.kernels.vectors import WIDTH, put, repeat, spread, take
 
 BLOCK = 1 << 26
@@ -54,12 +54,12 @@ def _direction(covariance: Tensor) -> Tensor:
     return torch.linalg.eigh(covariance).eigenvectors[:, :, -1]
 
 
-@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
-def _covariances(tables: np.ndarray, mean: np.ndarray, out: np.ndarray) -> None:
+@shared(fastmath=FAST, error_model=DIVIDE)
+def _covariances(low: int, high: int, tables: np.ndarray, mean: np.ndarray, out: np.ndarray) -> None:
     """out [S, d, d] += the products of every table's columns less their means, which are summed in float64 over tiles of items."""
     clients, items, d = tables.shape
     everything = np.arange(items, dtype=np.int32)
-    for c in prange(clients):
+    for c in range(low, high):
         beside, part, spare = zeros(d * TILE, tables), zeros(d * d, tables), zeros((TILE // WIDTH + 2) * SQUARE, tables)
         for start in range(0, items, TILE):
             some = everything[start : start + TILE]
@@ -76,12 +76,12 @@ def _covariances(tables: np.ndarray, mean: np.ndarray, out: np.ndarray) -> None:
             part[:] = 0
 
 
-@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
-def _along(tables: np.ndarray, mean: np.ndarray, direction: np.ndarray, out: np.ndarray) -> None:
+@shared(fastmath=FAST, error_model=DIVIDE)
+def _along(low: int, high: int, tables: np.ndarray, mean: np.ndarray, direction: np.ndarray, out: np.ndarray) -> None:
     """out [S, M]: each row of a table less the mean, along the table's direction [S, d]."""
     clients, items, d = tables.shape
     everything = np.arange(items, dtype=np.int32)
-    for c in prange(clients):
+    for c in range(low, high):
         beside, scores = zeros(d * TILE, tables), zeros(TILE, tables)
         for start in range(0, items, TILE):
             some = everything[start : start + TILE]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
 
 from fedbench.kernels.layers import DIVIDE, FAST, OUTS, compiled, copy, uninitialised
-from fedbench.kernels.vectors import WIDTH, gatherer, prefetch, put, spread, take
+from fedbench.kernels.register_sums import gatherer
+from fedbench.kernels.threads import shared
+from fedbench.kernels.vectors import WIDTH, prefetch, put, spread, take
 
 COLUMNS = OUTS * WIDTH
 """numbers of a table that are mixed at once: as many sums as registers hold"""
@@ -15,14 +16,14 @@ AHEAD = 8
 add_listed = gatherer(OUTS)
 
 
-@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
-def project(target: np.ndarray, out: np.ndarray) -> None:
+@shared(fastmath=FAST, error_model=DIVIDE)
+def project(low: int, high: int, target: np.ndarray, out: np.ndarray) -> None:
     """out [R, S]: the point nearest to each row of `target` with entries >= 0 that sum to 1, exactly and without sorting.
 
     All entries are lowered by one level, and what falls below 0 is cut off. The level at which the entries of a set would sum to 1 only
     rises when those below it leave the set, so that the first set that nobody leaves is the support (Michelot 1986).
     """
-    for r in prange(target.shape[0]):
+    for r in range(low, high):
         given, size = target[r], target.shape[1]
         kept = np.empty(size, target.dtype)
         top = given.max()
@@ -46,8 +47,10 @@ def project(target: np.ndarray, out: np.ndarray) -> None:
             out[r, i] = over if over > 0 else 0
 
 
-@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
+@shared(rows=lambda tables, *_: -(-tables.shape[1] // COLUMNS), fastmath=FAST, error_model=DIVIDE)
 def mix(
+    low: int,
+    high: int,
     tables: np.ndarray,
     first: int,
     begin: np.ndarray,
@@ -65,13 +68,12 @@ def mix(
     once, some columns of all of them at a time, which lie side by side while every mixture reads them.
     """
     clients, numbers = tables.shape
-    blocks = -(-numbers // COLUMNS)
     flat = tables.reshape(-1)
-    for b in prange(blocks):
+    beside = uninitialised(clients * COLUMNS, tables)
+    alike, line = uninitialised(COLUMNS, tables), uninitialised(COLUMNS, tables)
+    for b in range(low, high):
         column = b * COLUMNS
         wide = min(COLUMNS, numbers - column)
-        beside = uninitialised(clients * COLUMNS, tables)
-        alike, line = uninitialised(COLUMNS, tables), uninitialised(COLUMNS, tables)
         _take_columns(flat, numbers, column, wide, common, beside, alike)
         for r in range(begin.size):
             mine = spread(share[r])

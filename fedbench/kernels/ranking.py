@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+
+from fedbench.kernels.threads import shared
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@shared()
 def rank_unseen(
+    low: int,
+    high: int,
     scores: np.ndarray,
     clients: np.ndarray,
     train_ptr: np.ndarray,
@@ -18,7 +21,7 @@ def rank_unseen(
     out: np.ndarray,
 ) -> None:
     """How many scores are not below the held-out item's, less those of the client's other items."""
-    for c in prange(clients.size):
+    for c in range(low, high):
         u, mine = clients[c], scores[c]
         for position in range(2):
             score = mine[val_item[u] if position == 0 else test_item[u]]

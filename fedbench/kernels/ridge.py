@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
 
 from fedbench.kernels.cholesky import add_squares, solve, weighted_sum
 from fedbench.kernels.layers import DIVIDE, FAST, compiled, copy, padded, take_rows, uninitialised
+from fedbench.kernels.threads import shared
 from fedbench.kernels.vectors import WIDTH, prefetch, put, spread, take
 
 CHUNK = 64
@@ -15,8 +15,10 @@ AHEAD = 8
 """rows that are fetched before they are read"""
 
 
-@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
+@shared(fastmath=FAST, error_model=DIVIDE)
 def solve_users(
+    low: int,
+    high: int,
     items: np.ndarray,
     local: np.ndarray,
     label: np.ndarray,
@@ -29,43 +31,47 @@ def solve_users(
 ) -> None:
     """items [C, T, d], local and label [C, S], base [d, d] -> user [C, d], from all samples or those of a positive label."""
     d = base.shape[0]
-    for c in prange(counts.size):
+    for c in range(low, high):
         used, value = _counting(local[c], label[c], 0, counts[c], positives, base)
         user[c] = _from_squares(items[c].reshape(-1), d, used, value, base, l2 * (used.size + mass))[:d]
 
 
-@njit(parallel=True, nogil=True, fastmath=FAST, error_model=DIVIDE, cache=True)
+@shared(rows=lambda table, diagonal, base, begin, *_: len(begin), fastmath=FAST, error_model=DIVIDE)
 def solve_listed_users(
+    low: int,
+    high: int,
     table: np.ndarray,
     diagonal: np.ndarray,
-    ptr: np.ndarray,
+    base: np.ndarray,
+    begin: np.ndarray,
+    end: np.ndarray,
     local: np.ndarray,
     label: np.ndarray,
-    row_ptr: np.ndarray,
+    row_begin: np.ndarray,
     row: np.ndarray,
     mass: float,
     l2: float,
     positives: bool,
     user: np.ndarray,
 ) -> None:
-    """table [M, d], diagonal [d] -> user [C, d], from samples where they lie: client c's sample s is item row[row_ptr[c] + local[s]].
+    """table [M, d], base [d, d] -> user [C, d], from samples where they lie: client c's sample s is item row[row_begin[c] + local[s]].
 
-    In a basis in which the matrix of all items is this diagonal, so that a client with few samples can be solved with a number a sample
-    instead of one a feature: (D + RᵀR)⁻¹Rᵀy = D⁻¹Rᵀ(1 + R D⁻¹Rᵀ)⁻¹y. d is a multiple of WIDTH.
+    diagonal [d]: that of base, in a basis in which it has nothing besides, so that a client with few samples can be solved with a number
+    a sample instead of one a feature: (D + RᵀR)⁻¹Rᵀy = D⁻¹Rᵀ(1 + R D⁻¹Rᵀ)⁻¹y; d is a multiple of WIDTH then. [0] in any other basis.
     """
     d = table.shape[1]
-    flat, base = table.reshape(-1), np.diag(diagonal)
-    for c in prange(ptr.size - 1):
-        used, value = _counting(local, label, ptr[c], ptr[c + 1], positives, diagonal)
+    flat = table.reshape(-1)
+    for c in range(low, high):
+        used, value = _counting(local, label, begin[c], end[c], positives, diagonal)
         for s in range(used.size):
-            used[s] = row[row_ptr[c] + used[s]]
+            used[s] = row[row_begin[c] + used[s]]
         shrink = l2 * (used.size + mass)
         if used.size == 0:
             user[c] = 0
-        elif padded(used.size) < d:
+        elif padded(used.size) < diagonal.size:
             user[c] = _from_samples(table, used, value, diagonal, shrink)
         else:
-            user[c] = _from_squares(flat, d, used, value, base, shrink)
+            user[c] = _from_squares(flat, d, used, value, base, shrink)[:d]
 
 
 @compiled()

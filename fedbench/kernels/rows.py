@@ -1,4 +1,4 @@
-"""Sums of the rows that clients sent, item by item."""
+"""Rows of tables: sums of those that clients sent, item by item, and moves of those that no sample touches."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from numba import njit
 from torch import Tensor
 
 from fedbench.kernels.layers import fetch
+from fedbench.kernels.threads import shared
 
 AHEAD = 16
 """rows that are fetched while as many others are added"""
@@ -42,3 +43,36 @@ def _add_rows(item: np.ndarray, value: np.ndarray, weight: np.ndarray, total: np
             for j in range(add.size):
                 row[j] += one * add[j]
             count[item[r]] += one
+
+
+@shared(rows=lambda table, place, *_: len(place))
+def move_rows(
+    low: int,
+    high: int,
+    table: np.ndarray,
+    place: np.ndarray,
+    factors: np.ndarray,
+    target: np.ndarray,
+    at: np.ndarray,
+    begin: np.ndarray,
+    touched: np.ndarray,
+    row: np.ndarray,
+) -> None:
+    """Rows of client c's table, table[place[c]] [M, n], that are not in its list row[begin[c] :][: touched[c]], become a·row + b·target.
+
+    a, b: factors[c]. target [X, M, n], of which target[at[c]] is the client's; [1, 0, n] if there is none.
+    """
+    listed = np.zeros(table.shape[1], np.bool_)
+    for c in range(low, high):
+        mine, toward, mask = table[place[c]], target[at[c]], row[begin[c] : begin[c] + touched[c]]
+        for i in mask:
+            listed[i] = True
+        keep, share = factors[c, 0], factors[c, 1]
+        for i in range(mine.shape[0]):
+            if listed[i]:
+                continue
+            for j in range(mine.shape[1]):
+                moved = keep * mine[i, j]
+                mine[i, j] = moved + share * toward[i, j] if toward.size else moved
+        for i in mask:
+            listed[i] = False

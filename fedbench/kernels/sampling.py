@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from fedbench.kernels.hashing import GOLDEN, LOW_BITS, S31, almost_mixed, below
+from fedbench.kernels.threads import shared
 from fedbench.kernels.vectors import prefetch
 
 
@@ -35,8 +36,10 @@ def outside(avoid: np.ndarray, items: int) -> np.ndarray:
     return out
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@shared()
 def sample(
+    low: int,
+    high: int,
     stream: np.ndarray,
     clients: np.ndarray,
     train_ptr: np.ndarray,
@@ -52,7 +55,7 @@ def sample(
     touched: np.ndarray,
 ) -> None:
     """For each client: every training item, each followed by k negatives outside its `avoid` list, different ones if there are k."""
-    for c in prange(clients.size):
+    for c in range(low, high):
         u = clients[c]
         if c + 2 < clients.size:  # lists of other clients lie far away
             prefetch(train_item, train_ptr[clients[c + 2]])
@@ -96,16 +99,18 @@ def sample(
         touched[c] = rows
 
 
-@njit(parallel=True, nogil=True, cache=True)
-def close_gaps(values: np.ndarray, ptr: np.ndarray, out_ptr: np.ndarray, out: np.ndarray) -> None:
+@shared(rows=lambda values, ptr, out_ptr, out: len(out_ptr) - 1)
+def close_gaps(low: int, high: int, values: np.ndarray, ptr: np.ndarray, out_ptr: np.ndarray, out: np.ndarray) -> None:
     """out: the first values of each list of `values`, as many as its list in `out` is long."""
-    for c in prange(out_ptr.size - 1):
+    for c in range(low, high):
         for i in range(out_ptr[c + 1] - out_ptr[c]):
             out[out_ptr[c] + i] = values[ptr[c] + i]
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@shared()
 def sample_ratings(
+    low: int,
+    high: int,
     stream: np.ndarray,
     clients: np.ndarray,
     train_ptr: np.ndarray,
@@ -120,7 +125,7 @@ def sample_ratings(
     row: np.ndarray,
 ) -> None:
     """For each client: its rated items, then different ones outside its `avoid` list, as many as there is room for."""
-    for c in prange(clients.size):
+    for c in range(low, high):
         u = clients[c]
         rated = train_ptr[u + 1] - train_ptr[u]
         start = ptr[c]

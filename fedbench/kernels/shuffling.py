@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from fedbench.kernels.hashing import unit
+from fedbench.kernels.threads import shared
 
 
 @njit(nogil=True, cache=True)
@@ -30,8 +31,8 @@ def permute(values: np.ndarray, key: np.uint64, epoch: int, batch: int) -> None:
             values[i], values[j] = values[j], values[i]
 
 
-@njit(parallel=True, nogil=True, cache=True)
-def orders(stream: np.ndarray, ptr: np.ndarray, epoch: int, batch: int, out: np.ndarray) -> None:
+@shared()
+def orders(low: int, high: int, stream: np.ndarray, ptr: np.ndarray, epoch: int, batch: int, out: np.ndarray) -> None:
     """out [S]: every client's order of samples in an epoch, positions within the client."""
-    for c in prange(stream.size):
+    for c in range(low, high):
         shuffle(out[ptr[c] : ptr[c + 1]], stream[c], epoch, batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedbench.contract.algorithm import Tensors
-from fedbench.contract.storage import Disk, RowView, filled
+from fedbench.contract.storage import Disk, RowView, at_once, filled
 from fedbench.contract.uploads import Rows, Uploads
 from fedbench.errors import FedbenchError, NotFinite, UsageError
 from fedbench.kernels.mixing import in_float64 as in_float64
@@ -20,6 +20,8 @@ from fedbench.kernels.mixtures import project
 
 STRIP = 512
 """vectors whose products with all others are made at once"""
+HALVINGS = 64
+"""of the interval in which a threshold lies: more than float64 can tell apart"""
 
 
 def mean_of_whole_tables(rows: Rows, table: Tensor, kept: Tensor) -> Tensor:
@@ -78,6 +80,22 @@ def project_to_simplex(target: Tensor) -> Tensor:
     return (target - threshold).clamp(min=0)
 
 
+def project_below(target: Tensor, most: float) -> Tensor:
+    """[R, S] -> [R, S]: the nearest point with entries from 0 to `most` that sum to 1; exact.
+
+    It is target - threshold, cut off at 0 and `most`. Halving finds which entries are cut off; the others then give the threshold.
+    """
+    low, high = target.amin(-1, keepdim=True) - most, target.amax(-1, keepdim=True)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        over = (target - middle).clamp(0, most).sum(-1, keepdim=True) > 1
+        low, high = torch.where(over, middle, low), torch.where(over, high, middle)
+    left = target - (low + high) / 2
+    free = (left > 0) & (left < most)
+    given = torch.where(free, left, most * (left >= most).to(left)).sum(-1, keepdim=True)
+    return (left + free * (1 - given) / free.sum(-1, keepdim=True).clamp(min=1)).clamp(0, most)
+
+
 @lru_cache(maxsize=8)
 def _problem(size: int, max_weight: float) -> tuple[Any, Any, Any]:
     """One parametrised quadratic program for every row: minimise |x|² - 2 targetᵀx over the simplex with a cap."""
@@ -91,7 +109,7 @@ def _problem(size: int, max_weight: float) -> tuple[Any, Any, Any]:
 def solve_weights(target: Tensor, solver: str, max_weight: float = 1.0) -> Tensor:
     """[R, S] -> [R, S]: each row's x of `minimise |x|² - 2 targetᵀx, x >= 0, Σx = 1`, no entry over max_weight.
 
-    Without a cap that is the projection onto the simplex (exact); with one, and on request, cvxpy solves it.
+    That is a projection, onto the simplex or what a cap leaves of it (exact); on request cvxpy solves it.
     """
     if not target.isfinite().all():
         raise NotFinite("a weight of the uploads")
@@ -99,8 +117,8 @@ def solve_weights(target: Tensor, solver: str, max_weight: float = 1.0) -> Tenso
     if max_weight * size < 1 - 1e-9:
         raise UsageError(f"--max-weight {max_weight:g} cannot hold for {size} aggregated clients: their weights must sum to 1; "
                          f"use at least {np.ceil(1e6 / size) / 1e6:g} or aggregate more clients")  # fmt: skip
-    if solver == "exact" and max_weight >= 1:
-        return project_to_simplex(target)
+    if solver == "exact":
+        return project_to_simplex(target) if max_weight >= 1 else project_below(in_float64(target), max_weight).to(target)
     problem, x, parameter = _problem(size, max_weight)
     rows = []
     for row in target.cpu().double().numpy():
@@ -122,24 +140,29 @@ def _onto_limits(x: np.ndarray, max_weight: float) -> np.ndarray:
     return np.clip(x + gap * room / max(room.sum(), 1e-300), 0, max_weight)
 
 
-def delivered(server: Tensors, name: str, value: Tensor, to: Tensor, uploads: Uploads) -> Tensors:
+def delivered(server: Tensors, name: str, value: Tensor, to: Tensor, uploads: Uploads, spent: Tensor | None = None) -> Tensors:
     """The server with `value` [R, ...] for the clients `to` [R], beside what others have not come for yet: `name` and `slot` [U].
 
     `value` may be one for all of them, [1, ...]. Workers that share a run keep what is for their own clients.
+    spent: the clients for whom nothing older is kept; the round's if not given
     """
     if not value.sum().isfinite():
         raise NotFinite(f"the server's {name}")
     slot = torch.full((uploads.world.clients,), -1, device=value.device)
     slot[to] = torch.arange(len(to), device=value.device) if len(value) > 1 else 0
     waiting = torch.zeros_like(slot, dtype=torch.bool) if "slot" not in server else server["slot"] >= 0
-    waiting[uploads.clients] = False  # they came this round, and have used up what lay there for them
+    waiting[uploads.clients if spent is None else spent] = False  # they came this round, and have used up what lay there for them
     who = waiting.nonzero()[:, 0]
     if not len(who):
         return {name: value, "slot": slot}
     before, rows = server[name], server["slot"][who]
     # In memory the rows are packed anew each round. On disk they stay where they are, and new ones go to free places.
     if not isinstance(uploads.room, Disk):
-        slot[who] = len(value) + torch.arange(len(who), device=value.device)
+        at = torch.arange(len(who), device=value.device)
+        if len(before) < len(rows):  # one for many clients stays one
+            kept = rows.unique()
+            rows, at = kept, torch.searchsorted(kept, rows)
+        slot[who] = len(value) + at
         return {name: torch.cat([value, before[rows]]), "slot": slot}
     free = torch.ones(len(before), dtype=torch.bool)
     free[server["slot"][server["slot"] >= 0]] = False  # nothing of the server before is overwritten: the step may be taken again
@@ -151,3 +174,10 @@ def delivered(server: Tensors, name: str, value: Tensor, to: Tensor, uploads: Up
     before[new] = value
     slot[to], slot[who] = new, rows
     return {name: before, "slot": slot}
+
+
+def mean_delivered(server: Tensors, name: str) -> Tensor:
+    """[...]: the mean of what lies there for the clients, see `delivered`; on disk other rows lie between."""
+    value, slot = server[name], server["slot"]
+    rows = slot[slot >= 0]
+    return reduce(torch.add, (value[some].sum(0) for some in rows.split(at_once(value)))) / len(rows)

@@ -31,7 +31,7 @@ def newton_step(server: Tensors, rows: Rows, statistic: Tensor, a0: float, l2: f
 def packed(matrix: Tensor) -> Tensor:
     """[d, d] symmetric -> [d(d+1)/2]: its upper triangle."""
     row, column = torch.triu_indices(*matrix.shape, device=matrix.device)
-    return matrix[row, column]
+    return matrix.flatten().gather(0, row * len(matrix) + column)
 
 
 def unpacked(triangle: Tensor, dim: int) -> Tensor:

@@ -54,13 +54,23 @@ def solve(plan: Ridge, local: np.ndarray, label: np.ndarray, counts: np.ndarray,
 
 
 class Lists(NamedTuple):
-    """Samples of C clients as lists one after another, see fedbench.data.sampling.Samples."""
+    """Samples of C clients as lists, see fedbench.data.sampling.Samples: where each client's begin and end, and its rows begin."""
 
-    ptr: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
     local: np.ndarray
     label: np.ndarray
-    row_ptr: np.ndarray
+    row_begin: np.ndarray
     row: np.ndarray
+
+
+def solve_lists(plan: Ridge, samples: Lists, sent: Mapping[str, Tensor]) -> Tensor:
+    """[C, d] the user vectors from the whole table that was sent: what `solve` makes of blocks, to the last bit."""
+    items, base = sent["items"], plan.everywhere * sent["gram"]
+    user, kind = items.new_empty(len(samples.begin), items.shape[1]), items.numpy().dtype.type
+    given = items.contiguous().numpy(), np.empty(0, kind), base.contiguous().numpy(), *samples, kind(plan.everywhere) * sent["size"].numpy()
+    solve_listed_users(*given, kind(plan.l2), plan.positives, user.numpy())
+    return user
 
 
 def solve_where_they_lie(plan: Ridge, samples: Lists, sent: Mapping[str, Tensor]) -> Tensor:
@@ -69,14 +79,14 @@ def solve_where_they_lie(plan: Ridge, samples: Lists, sent: Mapping[str, Tensor]
     In the basis of the eigenvectors of VᵀV, where the clients' matrices are diagonal but for their own samples.
     """
     items = sent["items"]
-    d, wide = items.shape[1], padded(items.shape[1])
+    d, wide = items.shape[1], padded.py_func(items.shape[1])
     values, basis = torch.linalg.eigh(sent["gram"].double())
     basis = basis.to(items)
     table, diagonal = items.new_zeros(len(items), wide), items.new_ones(wide)
     table[:, :d] = items @ basis
     diagonal[:d] = plan.everywhere * values.clamp(min=0)
-    user, kind = table.new_empty(len(samples.ptr) - 1, wide), table.numpy().dtype.type
+    user, kind = table.new_empty(len(samples.begin), wide), table.numpy().dtype.type
     mass, l2 = kind(plan.everywhere * sent["size"].item()), kind(plan.l2)
-    ptr, local, label, row_ptr, row = samples
-    solve_listed_users(table.numpy(), diagonal.numpy(), ptr, local, label, row_ptr, row, mass, l2, plan.positives, user.numpy())
+    base = torch.diag(diagonal).numpy()
+    solve_listed_users(table.numpy(), diagonal.numpy(), base, *samples, mass, l2, plan.positives, user.numpy())
     return user[:, :d] @ basis.T

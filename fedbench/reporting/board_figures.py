@@ -14,7 +14,6 @@ from fedbench.reporting import charts
 from fedbench.reporting.boards import RANKING, Board, Method, Row
 from fedbench.reporting.charts import MOST_CURVES, MOST_KEYED, Bar, Curve, Point
 from fedbench.reporting.page import Figure, listed, slug
-from fedbench.settings.naming import CANARIES
 from fedbench.text import human
 from fedbench.tracking.figures import heatmap
 
@@ -62,7 +61,7 @@ def figures(board: Board, rows: Sequence[Row]) -> Iterator[Figure]:
 
 def not_controls(board: Board) -> list[int]:
     """Places of the methods to draw: without controls, which at chance would squeeze the scale, unless a leak lifts them."""
-    others = [place for place, method in enumerate(board.methods) if method.algo not in CANARIES]
+    others = [place for place, method in enumerate(board.methods) if not method.control]
     return others if others and not board.leaky else list(range(len(board.methods)))
 
 

@@ -18,7 +18,7 @@ from fedbench.evaluation import significance
 from fedbench.evaluation.metrics import client_metrics
 from fedbench.evaluation.significance import bounds
 from fedbench.experiment.folder import FLOOR, over_folds, read_clients, read_rounds, read_settings, read_summary
-from fedbench.settings.naming import NOT_HASHED
+from fedbench.settings.naming import CANARIES, NOT_HASHED
 
 SHORT = {"clients_per_round": "n", "local_epochs": "e"}
 NO_SETTING = {*NOT_HASHED, "seed", "fold", "refit"}
@@ -112,6 +112,11 @@ class Method:
     algo: str
     runs: list[Run]
     settings: dict[str, Any]
+
+    @property
+    def control(self) -> bool:
+        """It cannot know the held-out items, so on an honest protocol it must be at chance."""
+        return self.algo in CANARIES or any("control" in run.summary for run in self.runs)
 
     @property
     def seeds(self) -> list[int]:

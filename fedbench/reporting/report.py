@@ -32,7 +32,6 @@ from fedbench.reporting.boards import (
 )
 from fedbench.reporting.charts import Bar
 from fedbench.reporting.page import Cell, Figure, Page, Section, Table, listed, slug, write
-from fedbench.settings.naming import CANARIES
 from fedbench.settings.parser import Parser
 from fedbench.text import human, say
 from fedbench.tracking import views
@@ -150,7 +149,7 @@ def warnings(board: Board, rows: Sequence[Row]) -> list[str]:
     if board.leaky:
         said.append("LEAKY protocol: these numbers are inflated by the held-out items; compare them with nothing but each other")
     for row in rows:
-        if row.method.algo in CANARIES:
+        if row.method.control:
             said += beats_chance(board, row)
     return said + below_floor(board, rows)
 
@@ -161,8 +160,10 @@ def beats_chance(board: Board, row: Row) -> list[str]:
     if chance is None:
         return []
     hit = row.estimates["hr_10"].value
-    # on an honest protocol its hits are independent over clients and seeds alike
-    error = (chance * (1 - chance) / (board.users * len(row.method.seeds))) ** 0.5
+    # on an honest protocol its hits are independent over seeds, and over clients unless all are sent one table, which its runs know
+    error = (chance * (1 - chance) / board.users) ** 0.5
+    told = [run.summary.get("control", {}).get("standard_error", error) for run in row.method.runs]
+    error = (sum(one**2 for one in told) / len(told) / len(row.method.seeds)) ** 0.5
     if hit - chance <= 3 * error:
         return []
     figures = f"HR@10 {hit:.4f}, chance {chance:.4f} ({(hit - chance) / error:+.1f} standard errors)"
@@ -171,7 +172,7 @@ def beats_chance(board: Board, row: Row) -> list[str]:
 
 def below_floor(board: Board, rows: Sequence[Row]) -> list[str]:
     """One sentence on the methods that do not clear popularity, or not significantly."""
-    judged = [row for row in rows if row.method.algo not in CANARIES and not is_popularity(row.method)]
+    judged = [row for row in rows if not row.method.control and not is_popularity(row.method)]
     if board.floor is None:
         return []
     (name, values), lead = board.floor, board.lead
@@ -203,7 +204,7 @@ def remarks_on(board: Board) -> list[str]:
     if single:
         who = "every method" if len(single) == len(board.methods) > 1 else listed(single)
         said.append(f"One seed only, so that the interval is over clients alone: {who}")
-    controls = [method.name for method in board.methods if method.algo in CANARIES]
+    controls = [method.name for method in board.methods if method.control]
     if controls:
         said.append(f"Controls, which must be at chance on an honest protocol: {listed(controls)}")
     return said
@@ -379,9 +380,7 @@ def leak_section(clean: Sequence[tuple[Board, list[Row]]], leaky: Sequence[tuple
         others = [(other, theirs) for other, theirs in leaky if other.dataset == board.dataset]
         if others:
             warned.append(f"{board.dataset}: rows marked LEAKY are inflated; they are here to show by how much")
-            warned += [
-                text for other, theirs in others for row in theirs if row.method.algo in CANARIES for text in beats_chance(other, row)
-            ]
+            warned += [text for other, theirs in others for row in theirs if row.method.control for text in beats_chance(other, row)]
             tables.append(leak_table(board, rows, others))
             pictures.append(leak_figure(board, [(board, rows), *others]))
     return Section("Leak gap", "How much of a number is the leak.", True, warned, tables=tables, figures=pictures)

@@ -32,6 +32,8 @@ def check(config: RunConfig) -> None:
         raise UsageError(f"--refit trains for the rounds that validation chose, but --select-on {on} chooses on {on}; drop one of them")
     if config.refit and config.protocol.ratings:
         raise UsageError(f"--refit needs a validation item of each client, and --split {config.protocol.split} has none; drop one of them")
+    if config.failures.no_server and not config.algorithm.federated:
+        raise UsageError(f"--no-server is for federated methods; {config.algorithm.name} has all data in one place, so nothing is sent")
     if config.failures.happen() and not config.algorithm.federated:
         raise UsageError(
             f"--dropout, --stragglers and --corrupt are for federated methods; {config.algorithm.name} has no clients that could fail"

@@ -77,7 +77,7 @@ def parse(argv: Sequence[str], names: str | None = None) -> Request:
     flags = {flag.key: flag for group in groups.values() for flag in group}
     hints.refuse_single_dash(argv, flags)
     given, unknown = _parser(algo, cls, groups).parse_known_args(argv)
-    negated = [f"no_{key}" for key in flags if flags[key].item_kind is bool]
+    negated = [f"no_{key}" for key in flags if flags[key].item_kind is bool and not key.startswith("no_")]
     hints.refuse_unknown(unknown, [*flags, "config", "jobs", "list", "print_config", "trust_plugin", "help", "version", *negated], cls)
     if given.list:
         return Request([], list=True, print_config=False)
@@ -169,7 +169,8 @@ def _add(group: argparse._ArgumentGroup, flag: Flag, cls: type[Algorithm] | None
     text = f"{flag.help} ({_default_text(flag, cls)})".replace("%", "%%").strip()
     names = [SHORT[flag.key], flag.option] if flag.key in SHORT else [flag.option]
     if flag.item_kind is bool:
-        group.add_argument(*names, dest=flag.key, action=argparse.BooleanOptionalAction, help=text)
+        how = "store_true" if flag.key.startswith("no_") else argparse.BooleanOptionalAction  # which would read --no-server as no
+        group.add_argument(*names, dest=flag.key, action=how, help=text)
         return
     metavar = "{" + ",".join(flag.choices) + "}" if flag.choices else _METAVAR.get(flag.key) or _METAVAR[flag.item_kind]
     group.add_argument(*names, dest=flag.key, metavar=f"{metavar},..." if flag.is_tuple else metavar, help=text)

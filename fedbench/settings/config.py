@@ -51,10 +51,10 @@ class RunConfig:
     threads: int | None = None
     """CPU threads; what torch takes if not given"""
     compile: bool | None = None
-    """compile the training step of methods without a fused kernel with torch.compile: slow to start, faster rounds, kept for the next
-    run; on a GPU unless --no-compile, on a CPU on request"""
+    """compile the training step of what no kernel can be derived from with torch.compile: slow to start, faster rounds, kept for the
+    next run; on a GPU unless --no-compile, on a CPU on request"""
     kernel: str = "auto"
-    """fused kernels: auto (where the algorithm has one for the device) or off"""
+    """auto: kernels derived from the method's own code, where they can be; off: PyTorch alone, slower"""
     block_rows: int | None = None
     """rows of clients' tables in one block; chosen from cache or memory size if not given"""
     client_store: str = "auto"
@@ -96,6 +96,7 @@ class RunConfig:
         """What determines the result. A file counts by its content, not by its path."""
         # A setting that came later is left out at its default, so that the hashes of older runs stay valid.
         skipped = {*NOT_HASHED, *(key for key, value in _values(self.failures).items() if value == getattr(Failures, key))}
+        skipped |= {key for key in self.algorithm.later if getattr(self.algorithm, key) == getattr(type(self.algorithm), key)}
         skipped |= set() if self.protocol.new_users else {"new_users"}
         skipped |= {"eval_clients"} if self.protocol.eval_clients is None else set()
         values = {key: value for key, value in self.to_dict().items() if key not in skipped}

@@ -43,4 +43,5 @@ def main_metric(summaries: Iterable[dict[str, Any]]) -> str:
 def headline(summary: dict[str, Any]) -> str:
     """A run's result in a few words."""
     test = summary["test"]
-    return ", ".join(f"{title(name)} {test[name]:.4f}" for name in HEADLINE if name in test) + (" LEAKY" if summary["leaky"] else "")
+    marks = (" LEAKY" if summary["leaky"] else "") + (" CONTROL" if "control" in summary else "")
+    return ", ".join(f"{title(name)} {test[name]:.4f}" for name in HEADLINE if name in test) + marks

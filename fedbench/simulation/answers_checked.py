@@ -44,6 +44,8 @@ class Seen:
     """of what one client keeps, tables without their rows"""
     a_row_an_item: set[str] = field(default_factory=set)
     """of those that are no tables but have as many rows as there are items"""
+    of_numbers: dict[str, torch.dtype] = field(default_factory=dict)
+    """of what is held, the kind of numbers"""
     bits: set[str] = field(default_factory=set)
     """of those whose bits the method states"""
     losses: int = 0
@@ -227,7 +229,7 @@ def _check_rows(cls: type[Algorithm], seen: Seen, hook: str, name: str, shape: C
 def _answer(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
     if not isinstance(found, Answer):
         raise fault(cls, "answer", f"answer returned {_kind(found)}; expected an Answer, such as Answer(shared=server)")
-    for what in ("shared", "personal"):
+    for what in ("shared", "personal", "instead"):
         for name, value in _tensors(cls, "answer", getattr(found, what)).items():
             _check_rows(cls, seen, "answer", name, value.shape[1 if what == "personal" else 0 :], seen.items)
             seen.names.add(name)
@@ -244,6 +246,7 @@ def _receive(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> Non
         if name in cls.tables and made[name].shape != own[name].shape:
             raise fault(cls, "receive", f"receive returned {name!r} as {list(made[name].shape)}; own has it as {list(own[name].shape)}")
     seen.names |= set(made)
+    seen.of_numbers |= {name: value.dtype for name, value in made.items()}
 
 
 def _keep(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
@@ -278,10 +281,10 @@ def _choose(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None
 
 
 def chosen_cohort(cls: type[Algorithm], chosen: object, n: int, clients: int) -> np.ndarray:
-    """The client numbers that `choose` returned, ascending; PluginError if they cannot be a cohort."""
+    """The client numbers that `choose` returned, ascending, none if nobody is asked; PluginError if they cannot be a cohort."""
     found = np.unique(chosen.cpu().numpy()) if isinstance(chosen, Tensor) and chosen.dim() == 1 else np.zeros(0)
-    sound = isinstance(chosen, Tensor) and found.dtype == np.int64 and len(found) == len(chosen) and 0 < len(found) <= n
-    if not sound or found[0] < 0 or found[-1] >= clients:
+    sound = isinstance(chosen, Tensor) and found.dtype == np.int64 and len(found) == len(chosen) <= n
+    if not sound or (len(found) and (found[0] < 0 or found[-1] >= clients)):
         raise fault(cls, "choose", f"choose must return up to {n} different client numbers from 0 to {clients - 1}, not {_kind(chosen)}")
     return found
 
@@ -314,6 +317,9 @@ def _stages(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None
 
 
 def _refuse_untrainable(cls: type[Algorithm], hook: str, seen: Seen, name: str) -> None:
+    kind = seen.of_numbers.get(name, torch.float32)
+    if not kind.is_floating_point:
+        raise fault(cls, hook, f"a phase moves {name!r}, which has {kind}; what is trained needs floating-point numbers")
     if name in seen.a_row_an_item:
         raise fault(cls, hook, f"{name!r} is trained and has one row an item, but is no table; write {name!r}: SHARED (or OWN) in tables")
 
@@ -326,12 +332,15 @@ def _loss(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
     if not found.is_floating_point():
         raise fault(cls, "loss", f"loss returned {found.dtype}; expected a floating-point number")
     values = _values(found)
-    # a built-in loss is known to be sound: there it is the flags, and the first round says that training diverged
-    sound = cls.__module__.startswith("fedbench.algorithms.")
-    if not sound and not seen.losses and values is not None and not bool(values.isfinite().all()):
+    if not is_sound(cls) and not seen.losses and values is not None and not bool(values.isfinite().all()):
         wrong = values[~values.isfinite()][0].item()
         raise fault(cls, "loss", f"loss is {wrong} before the first step; look for a logarithm or a division of 0")
     seen.losses += 1
+
+
+def is_sound(cls: type[Algorithm]) -> bool:
+    """Whether a class is built in: what is not finite there comes of the flags, and the first round says that training diverged."""
+    return cls.__module__.startswith("fedbench.algorithms.")
 
 
 def _values(tensor: Tensor) -> Tensor | None:
@@ -390,6 +399,9 @@ def _score(cls: type[Algorithm], seen: Seen, given: Any, found: object, hook: st
         raise fault(cls, hook, f"{hook} returned {_kind(found)}; expected a tensor of shape {expected}")
     if found.dim() != 1 or (rows is not None and len(found) != rows):
         raise fault(cls, hook, f"{hook} returned shape {list(found.shape)}; expected {expected}")
+    values = _values(found)
+    if not is_sound(cls) and values is not None and bool(values.isnan().any()):
+        raise fault(cls, hook, f"{hook} is nan in the first rounds; look for a logarithm or a division of 0")
 
 
 CHECKS: dict[str, Callable[..., None]] = {

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numba import njit, prange
 from torch import Tensor
 
 from fedbench.contract.algorithm import Stage
 from fedbench.data.sampling import Samples
+from fedbench.kernels import device_shuffling
 from fedbench.kernels.shuffling import orders
+from fedbench.kernels.threads import shared
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,12 @@ class Block:
     """[C] samples"""
     counts: np.ndarray
     """[C] samples, on the host"""
+    height: Tensor
+    """[C] rows"""
     touched: np.ndarray
     """[C] rows, on the host"""
+    key: Tensor
+    """[C] keys of the shuffles"""
     stream: np.ndarray
     """[C] keys of the shuffles, on the host"""
     halves: np.ndarray
@@ -51,6 +56,10 @@ class Block:
 
     def order(self, epoch: int, batch: int) -> Tensor:
         """[C, S] the order of samples in an epoch; padding stays at the end."""
+        if (self.counts <= batch).all():
+            return torch.arange(self.local.shape[1], device=self.local.device).expand(self.local.shape)
+        if self.local.device.type == "cuda":
+            return device_shuffling.orders(self.key, self.count, self.local.shape[1], epoch, batch)
         return moved(self._shuffled(self.stream, epoch, batch), self.local.device)
 
     def _shuffled(self, stream: np.ndarray, epoch: int, batch: int) -> np.ndarray:
@@ -65,10 +74,7 @@ class Block:
         """This block with the samples of one stage alone: of the shuffled ones the first half (support) or the second (query)."""
         if stage.part == "all" and stage.max_samples is None:
             return self
-        half = -(-self.counts // 2)
-        first = half if stage.part == "query" else np.zeros_like(half)
-        counts = {"all": self.counts, "support": half, "query": self.counts - half}[stage.part]
-        counts = counts if stage.max_samples is None else np.minimum(counts, stage.max_samples)
+        first, counts = share_of(stage, self.counts)
         where = first[:, None] + np.arange(max(1, int(counts.max())))
         order = self._shuffled(self.halves, 0, 1)
         take = moved(np.take_along_axis(order, np.minimum(where, order.shape[1] - 1), axis=1), self.local.device)
@@ -76,10 +82,31 @@ class Block:
         return replace(self, local=self.local.gather(1, take), label=self.label.gather(1, take), count=count, counts=counts)
 
 
-@njit(parallel=True, cache=True)
-def pad(values: np.ndarray, ptr: np.ndarray, which: np.ndarray, out: np.ndarray) -> None:
+def share_of(stage: Stage, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[C] the first sample of a stage, and how many it has, of the samples that were shuffled for it."""
+    half = -(-counts // 2)
+    first = half if stage.part == "query" else np.zeros_like(half)
+    many = {"all": counts, "support": half, "query": counts - half}[stage.part]
+    return first, many if stage.max_samples is None else np.minimum(many, stage.max_samples)
+
+
+def part_of(samples: Samples, stage: Stage, halves: np.ndarray) -> Samples:
+    """The samples of one stage alone, as `Block.part` has them, with the same rows. halves [n]: keys of the halves."""
+    if stage.part == "all" and stage.max_samples is None:
+        return samples
+    order = np.empty(len(samples.local), np.int64)
+    orders(halves, samples.ptr, 0, 1, order)
+    first, counts = share_of(stage, samples.counts)
+    ptr = np.concatenate([[0], np.cumsum(counts)])
+    take = np.repeat(samples.ptr[:-1] + first - ptr[:-1], counts) + np.arange(ptr[-1])
+    take = np.repeat(samples.ptr[:-1], counts) + order[take]
+    return Samples(samples.clients, ptr, samples.local[take], samples.label[take], samples.row_ptr, samples.row)
+
+
+@shared(rows=lambda values, ptr, which, out: len(which))
+def pad(low: int, high: int, values: np.ndarray, ptr: np.ndarray, which: np.ndarray, out: np.ndarray) -> None:
     """out [C, W]: the CSR lists `which`, each at the start of its row; the rest of a row is left as it is."""
-    for c in prange(which.size):
+    for c in range(low, high):
         start = ptr[which[c]]
         for i in range(ptr[which[c] + 1] - start):
             out[c, i] = values[start + i]
@@ -127,8 +154,13 @@ def pack(
     def move(array: np.ndarray) -> Tensor:
         return moved(array, device)
 
-    return Block(position, move(samples.clients[position]), move(rows), move(np.flatnonzero(real)), move(real), move(local), move(label),
-                 move(count), count, touched, stream[position], halves[position], sent, epochs)  # fmt: skip
+    def index(array: np.ndarray) -> Tensor:
+        """Whole numbers travel in 32 bits; torch's indices have 64."""
+        return move(array.astype(np.int32)).long() if torch.device(device).type == "cuda" else move(array)
+
+    key = stream[position]
+    return Block(position, move(samples.clients[position]), index(rows), index(np.flatnonzero(real)), move(real), index(local), move(label),
+                 index(count), count, index(touched), touched, move(key.view(np.int64)), key, halves[position], sent, epochs)  # fmt: skip
 
 
 def moved(array: np.ndarray, device: str | torch.device) -> Tensor:

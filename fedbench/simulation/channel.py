@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
-from fedbench.contract.uploads import Uploads
-from fedbench.parts.secure_sum import masked_sum
+from fedbench.contract.uploads import Rows, Uploads
+from fedbench.parts.secure_sum import masked_sum, pair_sum, row_sum
 from fedbench.simulation.failures import Failures
 
 CLIENT, WIRE, SERVER = "client", "wire", "server"
@@ -81,7 +81,13 @@ class SecureSum(Hop):
     def __call__(self, uploads: Uploads, trip: Trip) -> Uploads:
         clients = uploads.clients.cpu().numpy()
         names = [name for name in uploads.summed if name in uploads.tensors]
-        sums = {name: masked_sum(uploads.dense(name), clients, trip.seed, trip.when) for name in names}
+        sums = {}
+        for name in names:
+            value = uploads.tensors[name]
+            if isinstance(value, Rows):
+                sums[name] = (pair_sum if name in uploads.paired else row_sum)(value, uploads.world.items)
+            else:
+                sums[name] = masked_sum(uploads.dense(name), clients, trip.seed, trip.when)
         return replace(uploads, tensors={name: value for name, value in uploads.tensors.items() if name not in sums}, sums=sums)
 
 

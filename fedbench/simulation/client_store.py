@@ -22,7 +22,7 @@ from fedbench.contract.algorithm import Algorithm, Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.contract.storage import CHUNK, Disk, Memory
 from fedbench.errors import FedbenchError, UsageError
-from fedbench.system_memory import free_memory
+from fedbench.system_memory import free_gpu_memory, free_memory, memory_of
 
 STORES = ("auto", "ram", "mmap")
 
@@ -47,10 +47,11 @@ class ClientStore:
         needed = len(self.clients) * self.client_bytes
         if isinstance(self.room, Disk):
             self.kept = np.zeros(world.clients, bool)
-        elif draw.device == "cpu" and needed > free_memory():
+        elif needed > (free := free_gpu_memory(draw.device) if draw.device.startswith("cuda") else free_memory()):
+            files = "--client-store mmap" if draw.device == "cpu" else "--device cpu, with --client-store mmap if need be"
             raise FedbenchError(
-                f"what {len(self.clients):,} clients keep takes {needed / 1e9:.1f} GB and {free_memory() / 1e9:.1f} GB of memory are free; "
-                "use --client-store mmap, lower --dim or raise --min-interactions"
+                f"what {len(self.clients):,} clients keep takes {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB of "
+                f"{memory_of(draw.device)} are free; use {files}, lower --dim or raise --min-interactions"
             )
         for name, value in one.items():
             self.tensors[name] = self.room.allocate((len(self.clients), *value.shape[1:]), value.dtype, draw.device)

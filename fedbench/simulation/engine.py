@@ -1,8 +1,8 @@
 """The engine: write one client, run all of them.
 
-A cohort is cut into blocks of like clients; a block is one set of tensors with a leading client dimension C. The algorithm's
-functions for one client are mapped over it (torch.func.vmap), or, where the algorithm describes itself as something a fused kernel
-knows, the kernel runs the whole local training. Nothing inside a step waits for the device.
+A cohort is trained where its state lies by a kernel derived from the algorithm's own loss, or cut into blocks of like clients; a block
+is one set of tensors with a leading client dimension C, over which the algorithm's functions for one client are mapped (torch.func.vmap).
+Nothing inside a step waits for the device.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ import torch
 from torch import Tensor
 
 from fedbench.contract.algorithm import SHARED, Algorithm, Answer, Batch, Stage, Tensors, World, check_stages
+from fedbench.contract.plugin_errors import fault
 from fedbench.contract.randomness import keys
 from fedbench.contract.uploads import Rows, Uploads
 from fedbench.data.sampling import Samples
-from fedbench.kernels import fused
 from fedbench.kernels.compiler.trace import Unsupported
 from fedbench.parts import ridge
-from fedbench.simulation import in_place, kernel_check, rebuilding
+from fedbench.simulation import forward, in_place, kernel_check, rebuilding
 from fedbench.simulation.answers_checked import refuse_lost_tables, refuse_wrongly_kept
-from fedbench.simulation.blocks import ArrayPool, Block, blocks, host_type, moved, pack
+from fedbench.simulation.blocks import ArrayPool, Block, blocks, pack
 from fedbench.simulation.client_store import ClientStore
-from fedbench.simulation.derived import Kernel, Kernels, few_of, train_block
+from fedbench.simulation.derived import Kernel, Kernels, few_of
+from fedbench.simulation.derived_gpu import GpuKernels
 from fedbench.simulation.generic import Progress, new_state, step, vmapped
 from fedbench.simulation.own_tables import Before, merge, move_untouched, upload_whole, uploads_as_stored
-from fedbench.simulation.sending import LEVELS, NOTHING, bytes_down, reaching, sent_rows, sent_to
+from fedbench.simulation.sending import LEVELS, bytes_down, reaching, sent_rows, sent_to
 
 WIDE = 16
 """a block of clients that only rebuild a private part is so many times as large: no gradients and moments need to stay in the cache"""
@@ -51,11 +52,6 @@ class Round:
     """numbers that optimizers moved: steps times the size of what a client trains, over all clients"""
 
 
-def gpu_kernels() -> Any:
-    """The fused kernels for GPUs. They need Triton, which comes with PyTorch's builds for GPUs."""
-    return importlib.import_module("fedbench.kernels.fused_gpu")
-
-
 class Done(NamedTuple):
     """What a block left behind."""
 
@@ -66,7 +62,8 @@ class Done(NamedTuple):
     """shared tables as touched rows [C, T, ...], own tables whole [C, M, ...], all else [C, ...]"""
     stored: tuple[str, ...]
     """own tables that are uploaded as they lie in the store"""
-    updates: int
+    updates: Tensor
+    """a whole number; it and the losses stay on the device until the round ends"""
 
 
 class Engine:
@@ -85,14 +82,16 @@ class Engine:
     ) -> None:
         """kernel: auto (numba's on a CPU, Triton's on a GPU), off, or triton. compile: the generic step, on a GPU unless said otherwise."""
         self.algorithm, self.world, self.seed, self.device, self.dtype = algorithm, world, seed, device, dtype
-        speaks = not kernel_check.overridden(algorithm)
-        self.algorithm_speaks = speaks and kernel_check.described_by(type(algorithm)) is not None
-        """a kernel written by hand stands for it"""
-        self.kernels = speaks and kernel == "auto" and device == "cpu"
+        self.kernels = kernel == "auto" and device == "cpu"
         on_gpu = device.startswith("cuda") and importlib.util.find_spec("triton") is not None
-        self.gpu_kernels: Any = gpu_kernels() if speaks and (kernel == "triton" or (kernel == "auto" and on_gpu)) else None
-        self.derived = Kernels() if kernel == "auto" and device == "cpu" else None
-        """kernels made from the algorithm's own loss, for what has none written by hand"""
+        self.on_gpu = kernel == "triton" or (kernel == "auto" and on_gpu)
+        """kernels are Triton's, which work on blocks"""
+        self.derived = GpuKernels() if self.on_gpu else Kernels() if self.kernels else None
+        """kernels made from the algorithm's own loss"""
+        self.forward = forward.Kernels() if self.kernels else None
+        """kernels made from `score` and `receive`"""
+        self.knows_ridge = self.kernels and kernel_check.knows(type(algorithm), "stages", "solve")
+        """closed forms are solved by the kernel for ridge regression, where a stage says that `solve` is one"""
         self.block_rows = block_rows or rows_that_fit(algorithm.dim, device)
         self.pool = ArrayPool()
         compiles = on_gpu if compile is None else compile
@@ -112,8 +111,15 @@ class Engine:
         other.compared, other.pool, other.step = None, ArrayPool(), partial(step, gradients=kernel_check.gradients)
         other.dtype = dtype or self.dtype
         if not kernels:
-            other.kernels, other.gpu_kernels, other.derived = False, None, None
+            other.kernels, other.derived, other.forward, other.knows_ridge = False, None, None, False
         return other
+
+    def use_generic_path(self, reason: str) -> None:
+        """No kernel trains any more; the log says why."""
+        self.knows_ridge = False
+        if self.derived is not None:
+            self.derived.off = True
+            self.derived.refuse(self.algorithm, reason)
 
     def enter(self, when: int) -> None:
         """From here on the algorithm's functions see this round as `self.context`."""
@@ -130,88 +136,30 @@ class Engine:
         answer = self.algorithm.answer(server)
         clients = torch.from_numpy(samples.clients).to(self.device)
         sent = sent_to(answer, clients)
-        if self.derived is not None:
-            self.derived.size_up(samples.touched, samples.counts)
         kernel_check.training(self, server, store, samples, sent, when)
-        stream = keys(self.seed, when, "shuffle", samples.clients)
         epochs = np.full(len(clients), self.algorithm.local_epochs) if epochs is None else epochs
         kind = LEVELS * epochs + sent  # one number for both, so that equal clients are found by counting
-        kinds = np.flatnonzero(np.bincount(kind)).tolist()
-        places = {
-            some: self.places(samples.clients[kind == some], some % LEVELS != NOTHING, reaching(answer, some % LEVELS), store)
-            for some in kinds
-        }
-        own_tables = bool(self.algorithm.own_tables)
-        # All kinds of clients train in place or none: the uploads of a round have one form.
-        stay = all(place and (own_tables or place[0].changes) for place in places.values())
-        elastic = any(place and isinstance(place[0], fused.ElasticBCE) for place in places.values())
-        # The elastic kernel merges a table right before it trains the client, while the table is in the cache.
-        before = None if stay and elastic else merge(self.algorithm, samples, answer, sent, store)
-        derives = None if stay or self.algorithm_speaks else self.derived
-        plans = derives and in_place.plans(derives, self.algorithm, (answer, store, before), samples.clients, kind)
-        if stay:
-            uploads, losses, updates = self.train_in_place(places, samples, kind, stream, store)
-        elif plans:
-            tensors, losses, updates = in_place.train_cohort(self, plans, samples, kind, (stream, answer, store))
+        before = merge(self.algorithm, samples, answer, sent, store, self.forward)
+        plans = in_place.plans(self, (answer, store, before), samples.clients, kind)
+        if plans:
+            stream, halves = (keys(self.seed, when, purpose, samples.clients) for purpose in ("shuffle", "halves"))
+            tensors, losses, updates = in_place.train_cohort(self, plans, samples, kind, (stream, halves, answer, store))
             uploads = self.uploads(samples.clients, tensors)
         else:
             uploads, losses, updates = self.train_in_blocks(answer, samples, kind, when, store, before)
         return Round(uploads, losses, bytes_down(answer, sent, uploads.whole, uploads.bits), updates)
-
-    def places(self, clients: np.ndarray, sent: bool, answer: Answer, store: ClientStore) -> tuple[fused.DotBCE, fused.Clients] | None:
-        """The kernel model that trains these clients where their state lies, and where that is; None if there is no such kernel."""
-        in_one_stage = type(self.algorithm).stages is Algorithm.stages  # these kernels know no other
-        plan = self.algorithm.fused(sent) if self.kernels and in_one_stage else None
-        place = place_of(plan, clients, answer, store)
-        return (plan, place) if plan and place else None
-
-    def train_in_place(
-        self,
-        places: dict[int, tuple[fused.DotBCE, fused.Clients] | None],
-        samples: Samples,
-        kind: np.ndarray,
-        stream: np.ndarray,
-        store: ClientStore,
-    ) -> tuple[Uploads, Tensor, int]:
-        """The whole cohort at once, no block and no copy: kernels take a client's rows into the cache and write them back."""
-        a, counts, touched = self.algorithm, samples.counts, samples.touched
-        losses, updates = np.zeros(len(counts)), 0
-        change: np.ndarray | None = None
-        if not a.own_tables:
-            width = next(place[1].tables.shape[2] for place in places.values() if place)
-            change = self.pool.empty("change", len(samples.row) * width, host_type(self.dtype)).reshape(-1, width)
-        for some, place in places.items():
-            assert place is not None
-            plan, clients = place
-            at = slice(None) if len(places) == 1 else np.flatnonzero(kind == some)
-            begin, row_begin = samples.ptr[:-1][at], samples.row_ptr[:-1][at]
-            layout = (begin, counts[at], samples.local, samples.label, row_begin, touched[at], samples.row)
-            losses[at], steps = fused.train_in_place(
-                plan,
-                (stream[at], *layout),
-                clients,
-                some // LEVELS,
-                a.samples_a_step,
-                a.stop_below,
-                isinstance(plan, fused.ElasticBCE),
-                change,
-            )
-            updates += int((steps * plan.trained(clients, touched[at])).sum())
-        if change is None:
-            return self.uploads(samples.clients, self.from_store(store, samples)), torch.from_numpy(losses), updates
-        rows = Rows(torch.from_numpy(touched), torch.from_numpy(samples.row), torch.from_numpy(change))
-        return self.uploads(samples.clients, {plan.items: rows}), torch.from_numpy(losses), updates
 
     def train_in_blocks(
         self, answer: Answer, samples: Samples, kind: np.ndarray, when: int, store: ClientStore, before: Before | None
     ) -> tuple[Uploads, Tensor, int]:
         """The cohort in blocks of like clients, each of which receives, trains, keeps and uploads."""
         losses = torch.zeros(len(samples.clients), dtype=torch.float64)
-        done = []
-        for block in self.packed(samples, kind, when, self.block_rows):
-            done.append(self.run_block(block, answer, store, before))
-            losses[block.position] = done[-1].loss.cpu().double()
-        return self.collect(done, samples, store), losses, sum(one.updates for one in done)
+        done = [self.run_block(block, answer, store, before) for block in self.packed(samples, kind, when, self.block_rows)]
+        uploads = self.collect(done, samples, store)
+        if not done:
+            return uploads, losses, 0
+        losses[np.concatenate([one.block.position for one in done])] = torch.cat([one.loss for one in done]).cpu().double()
+        return uploads, losses, int(torch.stack([one.updates for one in done]).sum())
 
     def packed(self, samples: Samples, kind: np.ndarray, when: int, block_rows: int, purpose: str = "") -> Iterator[Block]:
         """The cohort in blocks of one kind (LEVELS·epochs + sent) each; `purpose` sets the randomness of another use apart."""
@@ -225,7 +173,7 @@ class Engine:
         self.enter(when)
         kernel_check.rebuilding(self, server, samples, when)
         answer = self.algorithm.answer(server)
-        found = rebuilding.rebuilt_in_place(self.algorithm, answer, samples, self.world.clients) if self.kernels else None
+        found = rebuilding.rebuilt_in_place(self.algorithm, answer, samples, self.world.clients) if self.knows_ridge else None
         if found is not None:
             return found
         rebuilt: Tensors = {}
@@ -247,7 +195,7 @@ class Engine:
         answer = self.algorithm.answer(server)
         clients = torch.from_numpy(samples.clients).to(self.device)
         sent = sent_to(answer, clients)
-        before = merge(self.algorithm, samples, answer, sent, store)
+        before = merge(self.algorithm, samples, answer, sent, store, self.forward)
         for block in self.packed(samples, LEVELS * self.algorithm.local_epochs + sent, when, self.block_rows):
             self.run_block(block, answer, store, before, frozen=True)
 
@@ -261,16 +209,16 @@ class Engine:
         sent = sent_rows(answer, block.clients, block.rows, algorithm.tables)
         held = self.received(block, sent, store, before)
         loss = torch.zeros(len(block.clients), dtype=self.dtype, device=self.device)
-        updates = epoch = 0
+        epoch, updates = 0, block.count.new_zeros(())
         stages = algorithm.stages(sent)
         check_stages(algorithm, stages, held, sent)
         for stage in of_private(stages, store.tensors) if frozen else stages:
-            held, loss, steps = self.work(block.part(stage), held, sent, stage, epoch)
-            epoch += stage.epochs
+            held, found, steps = self.work(block.part(stage), held, sent, stage, epoch)
+            loss, epoch = found if stage.phases else loss, epoch + stage.epochs
             for name in algorithm.own_tables:
                 move_untouched(store, block.clients, name, stage.phases, steps, answer)
-            sizes = [trained_size(held[n], n in algorithm.tables, block) for phase in stage.phases for n in phase.names]
-            updates += int((steps.cpu().numpy() * np.sum(sizes, axis=0)).sum()) if sizes else 0
+            for name in (name for phase in stage.phases for name in phase.names):
+                updates = updates + (steps.to(updates.dtype) * trained_size(held[name], name in algorithm.tables, block)).sum()
         samples = block.count.to(self.dtype)
         uploaded = {} if frozen else vmapped(algorithm.upload, held, sent, samples)
         stored = tuple(name for name in algorithm.own_tables if name in uploaded)
@@ -284,8 +232,8 @@ class Engine:
         """What the clients of a block hold when they begin to train."""
         algorithm, merged = self.algorithm, before is not None and block.sent in before.merged
         own = store.rows(block.clients, block.rows, algorithm.tables)
-        if merged and before is not None and not before.tensors:  # all that receive makes is in the store by now
-            return own
+        if merged and before is not None and not before.tensors:  # all else that receive makes is in the store by now
+            return own | {name: sent[other] for name, other in before.merged[block.sent].items()}
         held = vmapped(algorithm.receive, before.rows(block, algorithm) if merged and before is not None else own, sent)
         refuse_lost_tables(type(algorithm), "receive", held)
         return {**held, **{name: own[name] for name in algorithm.own_tables}} if merged else held
@@ -302,45 +250,28 @@ class Engine:
                 store.write(block.clients, name, kept[name])
 
     def work(self, block: Block, held: Tensors, sent: Tensors, stage: Stage, epoch: int = 0) -> tuple[Tensors, Tensor, Tensor]:
-        """One stage of a block: its closed form, a fused kernel where one fits, else step by step over the mapped functions.
+        """One stage of a block: its closed form, a derived kernel where there is one, else step by step over the mapped functions.
 
         Returns what is held then, and each client's running mean loss and steps. `epoch` is the number of the stage's first one.
         """
-        plan = stage.fused if self.kernels else None
         if not stage.phases:
-            return self.solve(block, held, sent, plan)
-        counts_steps = stage.max_steps is not None  # which no kernel does
-        if self.gpu_kernels and isinstance(stage.fused, fused.DotBCE) and stage.fused.plain and not counts_steps:
-            return self.train_on_gpu(block, held, stage, epoch)
-        if plan is None or counts_steps or epoch:  # kernels shuffle from the first epoch on
-            done = self.train_derived(block, held, sent, stage, epoch)
-            return self.train_generic(block, held, sent, stage, epoch) if done is None else done
-        # Kernels train in place, and the algorithm's functions may have returned what they were given.
-        held = {name: value.clone(memory_format=torch.contiguous_format) for name, value in held.items()}
-        loss, steps = fused.train(
-            plan,
-            (block.stream, block.local.numpy(), block.label.numpy(), block.counts, block.touched),
-            {name: value.numpy() for name, value in held.items()},
-            {name: value.contiguous().numpy() for name, value in sent.items()},
-            stage.epochs,
-            stage.batch_size or block.local.shape[1],
-            self.algorithm.stop_below,
-        )
-        return held, torch.from_numpy(loss), torch.from_numpy(steps)
+            return self.solve(block, held, sent, stage)
+        done = self.train_derived(block, held, sent, stage, epoch)
+        return self.train_generic(block, held, sent, stage, epoch) if done is None else done
 
     def train_derived(self, block: Block, held: Tensors, sent: Tensors, stage: Stage, epoch: int) -> tuple[Tensors, Tensor, Tensor] | None:
         """Train a block by a kernel derived from the loss, compared with the generic path before its first use; None if there is none."""
         if self.derived is None or self.derived.off:
             return None
         kernel = self.derived.fitting(self.algorithm, block, held, sent, stage)
-        if kernel is not None and kernel not in self.derived.compared:
+        if kernel is not None and kernel.module not in self.derived.compared:
             few = few_of(block, min(kernel_check.CLIENTS, len(block.counts)))
             size, short = len(few.counts), stage._replace(epochs=min(stage.epochs, kernel_check.EPOCHS))
             mine, theirs = ({name: value[:size] for name, value in tensors.items()} for tensors in (held, sent))
-            self.derived.compared[kernel] = self.agrees(kernel, few, (mine, theirs), short, epoch)
-        if kernel is None or not self.derived.compared[kernel]:
+            self.derived.compared[kernel.module] = self.agrees(kernel, few, (mine, theirs), short, epoch)
+        if kernel is None or not self.derived.compared[kernel.module]:
             return None
-        return train_block(kernel, self.algorithm, block, held, sent, stage, epoch)
+        return self.derived.train(kernel, self.algorithm, block, held, sent, stage, epoch)
 
     def agrees(self, kernel: Kernel, few: Block, given: tuple[Tensors, Tensors], stage: Stage, epoch: int) -> bool:
         """Whether a derived kernel leaves what the generic path does, for a few clients of a block; if not, the log says so."""
@@ -355,7 +286,7 @@ class Engine:
             return {**real(left), "loss": loss}
 
         try:
-            held, loss, _ = train_block(kernel, self.algorithm, few, *given, stage, epoch)
+            held, loss, _ = self.derived.train(kernel, self.algorithm, few, *given, stage, epoch)
         except Unsupported as error:
             self.derived.refuse(self.algorithm, str(error))
             return False
@@ -364,24 +295,16 @@ class Engine:
             self.derived.refuse(self.algorithm, f"its numbers differ from the loss's own in {apart}")
         return not apart
 
-    def solve(self, block: Block, held: Tensors, sent: Tensors, plan: Any) -> tuple[Tensors, Tensor, Tensor]:
+    def solve(self, block: Block, held: Tensors, sent: Tensors, stage: Stage) -> tuple[Tensors, Tensor, Tensor]:
         """The algorithm's closed form over all samples of a client."""
         nothing = torch.zeros(len(block.clients), dtype=self.dtype, device=self.device)
-        if plan is not None:
-            solved = ridge.solve(plan, block.local.numpy(), block.label.numpy(), block.counts, {n: t.numpy() for n, t in sent.items()})
+        if stage.ridge is not None and self.knows_ridge:
+            arrays = {name: value.numpy() for name, value in sent.items()}
+            solved = ridge.solve(stage.ridge, block.local.numpy(), block.label.numpy(), block.counts, arrays)
             return {**held, **{name: torch.from_numpy(value) for name, value in solved.items()}}, nothing, nothing
         weight = torch.arange(block.local.shape[1], device=self.device) < block.count[:, None]
         batch = Batch(block.local, block.label, weight.to(self.dtype), block.real.to(self.dtype))
         return {**held, **vmapped(self.algorithm.solve, held, sent, batch)}, nothing, nothing
-
-    def train_on_gpu(self, block: Block, held: Tensors, stage: Stage, epoch: int = 0) -> tuple[Tensors, Tensor, Tensor]:
-        """Train a block by the fused GPU kernel, which takes the samples of all epochs at once, each in its order."""
-        size = stage.batch_size or block.local.shape[1]
-        code = (2 * block.local + (block.label > 0)).to(torch.int32)
-        codes = torch.stack([code.gather(1, block.order(e, size)) for e in range(epoch, epoch + stage.epochs)])
-        held = {name: value.clone(memory_format=torch.contiguous_format) for name, value in held.items()}
-        touched = moved(block.touched, self.device)
-        return held, *self.gpu_kernels.train(stage.fused, held, codes, block.count, touched, size, self.algorithm.stop_below)
 
     def train_generic(self, block: Block, held: Tensors, sent: Tensors, stage: Stage, epoch: int = 0) -> tuple[Tensors, Tensor, Tensor]:
         """Train a block of any algorithm by vmap(grad) and a per-client optimizer; clients that are done are frozen by a mask."""
@@ -410,7 +333,7 @@ class Engine:
     def uploads(self, clients: np.ndarray, tensors: Mapping[str, Tensor | Rows]) -> Uploads:
         a = self.algorithm
         who = torch.from_numpy(clients).to(self.device)
-        return Uploads(self.world, who, tensors, a.travels_whole(self.world), a.summed, bits=a.bits(self.world))
+        return Uploads(self.world, who, tensors, a.travels_whole(self.world), a.summed, bits=a.bits(self.world), paired=a.paired)
 
     def from_store(self, store: ClientStore, samples: Samples) -> Tensors:
         """What clients upload that keep all they hold: whole tables as they lie in the store."""
@@ -418,6 +341,14 @@ class Engine:
         own = store.read(torch.from_numpy(samples.clients).to(self.device), whole=everybody)
         counts = torch.from_numpy(samples.counts).to(self.device, self.dtype)
         return vmapped(self.algorithm.upload, own, {}, counts)
+
+    def of_one_shape(self, name: str, values: list[Tensor]) -> Tensor:
+        """What blocks of clients uploaded under a name that is no shared table, one after another."""
+        shapes = sorted({tuple(value.shape[1:]) for value in values})
+        if len(shapes) > 1:
+            said = f"upload returned {name!r} as {list(shapes[0])} of one client and {list(shapes[1])} of another; "
+            raise fault(type(self.algorithm), "upload", f"{said}what has a row an item is a table: write {name!r}: SHARED in tables")
+        return torch.cat(values)
 
     def collect(self, done: list[Done], samples: Samples, store: ClientStore) -> Uploads:
         """Stack what the blocks uploaded in the order of the cohort, so that sums do not depend on how it was cut."""
@@ -434,41 +365,11 @@ class Engine:
             elif not having:
                 tensors[name] = self.from_store(store, samples)[name]
             else:
-                stacked = torch.cat([one.uploaded[name] for one in having])
+                stacked = self.of_one_shape(name, [one.uploaded[name] for one in having])
                 everyone = self.from_store(store, samples)[name].clone() if len(having) < len(done) else torch.empty_like(stacked)
                 position = np.concatenate([one.block.position for one in having])
                 tensors[name] = everyone.index_copy_(0, torch.from_numpy(position).to(self.device), stacked)
         return self.uploads(samples.clients, tensors)
-
-
-def place_of(
-    plan: fused.DotBCE | None, clients: np.ndarray, answer: Answer, store: ClientStore, sent_users: bool = False
-) -> fused.Clients | None:
-    """Where the state of these clients lies, if a kernel for `plan` can work on it there.
-
-    sent_users: their vectors may be with the server, to be read.
-    """
-    if plan is None or isinstance(plan, fused.IN_BLOCKS):
-        return None
-    if plan.user in store.tensors:
-        user, at = store.tensors[plan.user].numpy(), store.place(clients)
-    elif sent_users and plan.user in answer.personal and answer.slot is not None:
-        user, at = answer.personal[plan.user].contiguous().numpy(), answer.slot[clients].numpy()
-    else:
-        return None
-    sent = answer.shared.get(plan.items)
-    shared = None if sent is None else sent.contiguous().numpy()[None]
-    nobody = np.zeros(len(clients), np.int64)
-    if plan.items not in store.tensors:
-        return None if shared is None else fused.Clients(shared, nobody, user, at)
-    tables = store.tensors[plan.items].numpy()
-    if not isinstance(plan, fused.ElasticBCE):
-        return fused.Clients(tables, at, user, at)
-    adapter = store.tensors[plan.adapter].numpy()
-    if shared is not None:
-        return fused.Clients(tables, at, user, at, shared, nobody, adapter)
-    assert answer.slot is not None
-    return fused.Clients(tables, at, user, at, answer.personal[plan.items].numpy(), answer.slot[clients].numpy(), adapter)
 
 
 def of_private(stages: tuple[Stage, ...], private: Collection[str]) -> Iterator[Stage]:
@@ -477,7 +378,7 @@ def of_private(stages: tuple[Stage, ...], private: Collection[str]) -> Iterator[
         phases = [phase._replace(names=tuple(name for name in phase.names if name in private)) for phase in stage.phases]
         left = tuple(phase for phase in phases if phase.names)
         if left or not stage.phases:
-            yield stage._replace(phases=left, fused=None)
+            yield stage._replace(phases=left, ridge=None)
 
 
 def rows_that_fit(dim: int, device: str) -> int:
@@ -493,7 +394,6 @@ def rows_that_fit(dim: int, device: str) -> int:
     return min(max(room // (dim * 4 * 4), 1 << 10), 1 << 20)
 
 
-def trained_size(value: Tensor, table: bool, block: Block) -> np.ndarray:
-    """[C] numbers of one name that each client trains."""
-    each = int(np.prod(value.shape[2:] if table else value.shape[1:]))
-    return each * (block.touched if table else np.ones(len(block.touched), np.int64))
+def trained_size(value: Tensor, table: bool, block: Block) -> Tensor | int:
+    """[C] numbers of one name that each client trains, or one number if they are as many for all."""
+    return int(np.prod(value.shape[2:])) * block.height if table else int(np.prod(value.shape[1:]))

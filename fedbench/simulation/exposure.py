@@ -12,13 +12,13 @@ from collections.abc import Collection
 
 import numpy as np
 import torch
-from numba import njit, prange
 from torch import Tensor
 
 from fedbench.contract.algorithm import Tensors
 from fedbench.contract.randomness import keys
 from fedbench.contract.uploads import Rows, Tables, Uploads, flat
 from fedbench.data.split import Split
+from fedbench.kernels.threads import shared
 from fedbench.simulation import workers
 
 MOST_CLIENTS = 100
@@ -47,7 +47,7 @@ def exposure(uploads: Uploads, tables: Collection[str], split: Split, seed: int,
         mine = slice(None) if own is None else slice(*np.searchsorted(clients[picked], [own.start, own.stop]))
         ptr, item, moved = _sent(rows, picked[mine]) if rows else _apart(whole, at, mine)
         auc = np.empty((len(picked[mine]), 2))
-        _auc(clients[picked[mine]], split.train_ptr, split.train_item, split.items, ptr, item, np.nan_to_num(moved, nan=np.inf), auc)
+        _auc(clients[picked[mine]], split.train_ptr, split.train_item, split.items, (ptr, item, np.nan_to_num(moved, nan=np.inf)), auc)
         return {"auc": torch.from_numpy(auc)}
 
     auc = workers.gather_tensors(part, "cpu")["auc"].numpy()
@@ -80,11 +80,11 @@ def _apart(tables: list[Tensor], picked: np.ndarray, mine: slice) -> tuple[np.nd
     return np.arange(n + 1) * items, np.tile(np.arange(items), n), square[mine].ravel()
 
 
-@njit(parallel=True, nogil=True, fastmath={"reassoc", "contract", "nsz"}, cache=True)
-def _add_distances(tables: np.ndarray, picked: np.ndarray, square: np.ndarray) -> None:
+@shared(rows=lambda tables, *_: -(-tables.shape[1] // ITEMS), fastmath={"reassoc", "contract", "nsz"})
+def _add_distances(low: int, high: int, tables: np.ndarray, picked: np.ndarray, square: np.ndarray) -> None:
     """square [n, M] += how far, squared, the rows of the picked tables [., M, d] are from their mean; few items at once, in the cache."""
     _, items, d = tables.shape
-    for block in prange(-(-items // ITEMS)):
+    for block in range(low, high):
         first, last = block * ITEMS, min((block + 1) * ITEMS, items)
         mean = np.zeros((last - first, d), tables.dtype)
         for c in picked:
@@ -98,22 +98,23 @@ def _add_distances(tables: np.ndarray, picked: np.ndarray, square: np.ndarray) -
                 square[k, i] += total
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@shared()
 def _auc(
+    low: int,
+    high: int,
     clients: np.ndarray,
     train_ptr: np.ndarray,
     train_item: np.ndarray,
     items: int,
-    ptr: np.ndarray,
-    item: np.ndarray,
-    moved: np.ndarray,
+    uploaded: tuple[np.ndarray, np.ndarray, np.ndarray],
     out: np.ndarray,
 ) -> None:
     """out [n, 2]: P(a training item is guessed above another one), ties by half, by the change and by the rows that were sent alone.
 
-    NaN for a client with nothing to tell apart.
+    uploaded: CSR of the items whose rows were sent, and how far each moved. NaN for a client with nothing to tell apart.
     """
-    for c in prange(clients.size):
+    ptr, item, moved = uploaded
+    for c in range(low, high):
         mine = train_item[train_ptr[clients[c]] : train_ptr[clients[c] + 1]]
         positives, negatives = mine.size, items - mine.size
         if positives == 0 or negatives == 0:

@@ -1,4 +1,5 @@
-"""Failures inside a federation, for every algorithm alike: clients that never answer, that finish less, and uploads that arrive damaged.
+"""Failures inside a federation, for every algorithm alike: clients that never answer, that finish less, uploads that arrive damaged, and a
+server that never learns.
 
 Who fails is drawn from (seed, round, client). What arrives is screened before the server aggregates it: an upload that is not finite,
 cannot be read or is far too large is rejected and counted, and the round goes on without it.
@@ -38,6 +39,8 @@ class Failures:
     """share of uploads that arrive damaged: NaN, infinite, a million times too large or of a wrong shape"""
     max_upload_norm: str = "auto"
     """uploads with a larger norm are rejected: a number, 10x (times the round's median), none, or auto (10x with --corrupt, else none)"""
+    no_server: bool = False
+    """a control: the server never learns, so all it sends is what it starts with. On an honest protocol every method is then at chance"""
 
     def check(self) -> None:
         for name in ("dropout", "stragglers", "corrupt"):

@@ -17,13 +17,14 @@ from fedbench.contract.central import Central, Pool
 from fedbench.contract.randomness import Draw
 from fedbench.contract.storage import Disk, RowView, at_once, filled
 from fedbench.contract.uploads import Uploads
-from fedbench.data.sampling import Samples, cohort_of, pool_of, sample_round
+from fedbench.data.sampling import Samples, cohort_of, pool_of, sample_round, with_time
 from fedbench.data.split import TRAIN, Split
 from fedbench.errors import FedbenchError, NotFinite, UsageError
 from fedbench.simulation import kernel_check, workers
 from fedbench.simulation.answers_checked import chosen_cohort
 from fedbench.simulation.channel import Hop, Trip, channel, ordered
 from fedbench.simulation.client_store import ClientStore, fits, room_for
+from fedbench.simulation.derived import Usual
 from fedbench.simulation.engine import Engine, Round
 from fedbench.simulation.failures import Failures
 from fedbench.simulation.scoring import Evaluator
@@ -83,6 +84,8 @@ class Federation:
         world = world_of(split)
         draw = Draw(seed, 0, None, dtype, device)
         runs = Engine(algorithm, world, seed, device, dtype, **engine)
+        if runs.derived is not None and algorithm.federated:
+            runs.derived.usual = Usual.of(split.train_counts, split.items, algorithm.extra(1).each)
         own = workers.share(split.train_counts)
         if client_store == "auto":
             roomy = device != "cpu" or folder is None or fits(algorithm, world, draw, len(own) * workers.on_this_machine())
@@ -93,12 +96,17 @@ class Federation:
             runs,
             algorithm.init_server(world, draw),
             ClientStore(algorithm, world, draw, room_for(client_store, folder, device), own),
-            Evaluator(algorithm, split, device, runs.kernels, own),
+            Evaluator(algorithm, split, device, runs.derived is not None, own, seed if failures.no_server else None),
             seed,
             visits=np.zeros(split.clients, np.int64),
             failures=failures,
             hops=channel(failures, algorithm.summed),
         )
+
+    def without_kernel(self) -> set[str]:
+        """What runs on the generic path so far, and why: the operation, and the line of the method's file that it comes from."""
+        makers = (self.engine.derived, self.engine.forward, self.evaluator.kernels)
+        return {reason for maker in makers if maker is not None for reason in maker.said}
 
     def chosen(self, when: int) -> np.ndarray:
         """The clients that a round asks to take part."""
@@ -138,7 +146,8 @@ class Federation:
         a, engine, failures, now = self.algorithm, self.engine, self.failures, (self.seed, self.round)
         chosen = self.chosen(self.round)
         if not a.federated:
-            return self.central_round(pool_of(self.samples(self.round, chosen), *now, engine.dtype, engine.device))
+            pool = pool_of(self.samples(self.round, chosen), *now, engine.dtype, engine.device)
+            return self.central_round(with_time(pool, self.split, a.name) if cast(Central, a).reads_time else pool)
         cohort = failures.answering(chosen, *now)
         self.counts["dropped"] += len(chosen) - len(cohort)
         if not len(cohort):
@@ -182,7 +191,7 @@ class Federation:
         engine, algorithm = self.engine, cast(Central, self.algorithm)
         draw = Draw(self.seed, self.round, None, engine.dtype, engine.device)
         kernel_check.pooled(engine, algorithm, self.server, pool, draw)
-        server, loss = algorithm.epoch(self.server, pool, draw, engine.kernels)
+        server, loss = algorithm.epoch(self.server, pool, draw, engine.derived is not None and not engine.derived.off)
         try:
             finite({"loss": loss, **server})
         except NotFinite as error:
@@ -206,7 +215,9 @@ class Federation:
                 arrived = hop(arrived, trip)
             draw, lost = Draw(self.seed, self.round, None, self.engine.dtype, self.engine.device), None
             try:
-                server = self.algorithm.at(self.round, self.engine.world).aggregate(self.server, arrived, draw)
+                server = self.server
+                if not self.failures.no_server:
+                    server = self.algorithm.at(self.round, self.engine.world).aggregate(server, arrived, draw)
                 finite({name: value for name, value in server.items() if name not in self.algorithm.per_client_server_state})
             except NotFinite as error:
                 lost = error.what
@@ -316,14 +327,14 @@ class Federation:
 
 
 def world_of(split: Split) -> World:
-    return World(split.clients, split.items, split.rating_min, split.rating_max)
+    return World(split.clients, split.items, split.rating_min, split.rating_max, split.cold_start is not None)
 
 
 def finite(server: Tensors) -> Tensors:
     """The server's tensors, if their sums are finite."""
-    for name, value in server.items():
-        if not math.isfinite(value.sum()):
-            raise NotFinite(f"the server's {name}")
+    fine = [torch.isfinite(value.sum()) for value in server.values()]
+    if fine and not torch.stack(fine).all():  # looked at together: a device is waited for once
+        raise NotFinite(f"the server's {next(name for name, one in zip(server, fine, strict=True) if not one)}")
     return server
 
 

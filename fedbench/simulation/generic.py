@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from fedbench.contract.algorithm import Batch, Phase, Tensors
-from fedbench.kernels import fused
+from fedbench.kernels.optimizers import BETA1, BETA2, EPSILON
 
 Moments = dict[str, tuple[Tensor, Tensor]]
 """of the optimizers, by place of the phase and name"""
@@ -130,10 +130,10 @@ def update(
         first = phase.momentum * state[0] + slope if phase.momentum else slope
         moved = torch.where(moves, parameter - rate * first, parameter)
         return moved, (torch.where(moves, first, state[0]), state[1]) if phase.momentum else state
-    first = fused.BETA1 * state[0] + (1 - fused.BETA1) * gradient
-    second = fused.BETA2 * state[1] + (1 - fused.BETA2) * gradient * gradient
-    corrected = rate / (1 - fused.BETA1**steps)
+    first = BETA1 * state[0] + (1 - BETA1) * gradient
+    second = BETA2 * state[1] + (1 - BETA2) * gradient * gradient
+    corrected = rate / (1 - BETA1**steps)
     moved = parameter * (1 - rate * phase.weight_decay) if phase.optimizer == "adamw" else parameter
     moved = moved if toward is None else moved - rate * pull
-    moved = moved - corrected * first / (second.sqrt() / (1 - fused.BETA2**steps).sqrt() + fused.EPSILON)
+    moved = moved - corrected * first / (second.sqrt() / (1 - BETA2**steps).sqrt() + EPSILON)
     return torch.where(moves, moved, parameter), (torch.where(moves, first, state[0]), torch.where(moves, second, state[1]))

@@ -1,12 +1,14 @@
-"""Training where the state lies: a cohort by one call of a derived kernel, without blocks and copies.
+"""Training where the state lies: a cohort by one call of a derived kernel for each stage, without blocks and copies.
 
-It fits an algorithm whose client holds what it keeps and what it was sent as they are, works in one stage on all its samples, keeps what
-it holds, and uploads of tables how touched rows changed or what they are now, maybe times a number. Others are trained in blocks.
+Closed forms between them are solved for all clients at once. It fits an algorithm whose client holds what it keeps and what it was sent
+as they are, and private vectors that it makes anew; that uploads of tables how touched rows changed or what they are now, maybe times a
+number; and that keeps of tables the rows that it trained. Others are trained in blocks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,109 +19,227 @@ from fedbench.contract.algorithm import SHARED, Algorithm, Answer, Stage, Tensor
 from fedbench.contract.uploads import Rows
 from fedbench.data.sampling import Samples
 from fedbench.kernels.compiler import trace
-from fedbench.kernels.compiler.graph import LANE, Graph, Value, is_uniform
-from fedbench.kernels.compiler.schedule import reached
-from fedbench.simulation import derived
-from fedbench.simulation.blocks import host_type
+from fedbench.kernels.compiler.graph import Graph, Value, is_uniform
+from fedbench.parts.ridge import Lists, solve_lists
+from fedbench.simulation import closed_forms, derived
+from fedbench.simulation.blocks import host_type, part_of
 from fedbench.simulation.client_store import ClientStore
+from fedbench.simulation.closed_forms import Closed
 from fedbench.simulation.generic import vmapped
-from fedbench.simulation.own_tables import Before, move_untouched
-from fedbench.simulation.sending import LEVELS, reaching, sent_whole
+from fedbench.simulation.own_tables import Before, move_untouched, one_row
+from fedbench.simulation.sending import LEVELS, lying, reaching, sent_rows
 
 if TYPE_CHECKING:
     from fedbench.simulation.engine import Engine
 
 CHANGE, VALUE = 1, 2
 """what the rows of an upload hold, as kernels are told"""
+Work = tuple[tuple[Stage, derived.Kernel | Closed | None], ...]
+"""the stages of a client's work, and a kernel or a closed form for each; None: ridge regression"""
+Shapes = tuple[derived.Shapes, derived.Shapes, derived.Shapes]
+"""of what a client holds, was sent and keeps"""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where that lies which a client holds; what is not named here was sent."""
+
+    kept: frozenset[str]
+    """names that lie in the store"""
+    copied: tuple[tuple[str, str], ...]
+    """further names of what lies in the store, as it was when the round began; no phase moves them"""
+    made: frozenset[str]
+    """names that `receive` makes, of no table"""
+
+
+@dataclass(frozen=True)
+class Left:
+    """What becomes of that which a client holds when it has trained."""
+
+    rows: dict[str, tuple[str, int]]
+    """uploaded table -> the trained table that its rows are made of, and how: CHANGE or VALUE"""
+    stored: tuple[str, ...]
+    """own tables that are uploaded as the store has them"""
+    counts: tuple[str, ...]
+    """uploads that are the number of samples"""
+    dense: bool
+    """there are other uploads, or rows are multiplied by a number"""
+    into: dict[str, str]
+    """trained table -> the own table that keeps its rows, if that is another one"""
+    rewritten: tuple[str, ...]
+    """what else `keep` makes"""
 
 
 @dataclass(frozen=True)
 class Plan:
     """How clients that the same answer reaches are trained in place."""
 
-    stage: Stage
-    kernel: derived.Kernel
-    kept: frozenset[str]
-    """names that lie in the store; the others were sent"""
-    rows: dict[str, tuple[str, int]]
-    """uploaded table -> the trained table that its rows are made of, and how: CHANGE or VALUE"""
-    stored: tuple[str, ...]
-    """own tables that are uploaded as the store has them"""
-    dense: bool
-    """there are other uploads, or rows are multiplied by a number"""
+    work: Work
+    places: Places
+    left: Left
 
 
-def plan(kernels: derived.Kernels, algorithm: Algorithm, client: int, answer: Answer, store: ClientStore, merged: bool) -> Plan | None:
+def plan(engine: Engine, algorithm: Algorithm, client: int, answer: Answer, store: ClientStore, merged: bool) -> Plan | None:
     """How clients like this one are trained in place; None if they are not. merged: `receive` was called on whole own tables before."""
-    if type(algorithm).keep is not Algorithm.keep:
-        return None
-    one = torch.tensor([client])
-    own = {name: value[0] for name, value in store.read(one).items()}
-    sent = {name: value[0] for name, value in sent_whole(answer, one).items()}
+    one, tables, kernels = torch.tensor([client]), algorithm.tables, engine.derived
+    own, sent = one_row(store, answer, one, tables)
     held = algorithm.receive(dict(own), dict(sent))
     kept = {name for name in held if held[name] is own.get(name) or (merged and name in algorithm.own_tables)}
-    if any(held[name] is not sent.get(name) for name in held.keys() - kept) or (own.keys() - kept) & held.keys():
+    copied = {name: other for name in held.keys() - kept for other in own if held[name] is own[other] and other not in tables}
+    made = {name for name in held.keys() - kept - copied.keys() if held[name] is not sent.get(name)}
+    if made & {*tables} or (own.keys() - kept - made) & held.keys():
         return None
-    if any(not value.is_floating_point() for value in (*held.values(), *sent.values())):
+    places = Places(frozenset(kept), tuple(sorted(copied.items())), frozenset(made))
+    shapes: Any = [{name: derived.shape_of(value, name in tables) for name, value in some.items()} for some in (held, sent, own)]
+    work = worked(engine, algorithm, answer, sent, places, shapes)
+    if work is None or kernels is None:
         return None
-    stages = algorithm.stages(sent)
-    if len(stages) != 1 or not stages[0].phases or stages[0].part != "all" or stages[0].max_samples is not None:
-        return None
-    shapes = tuple(
-        {name: (LANE, *value.shape[1:]) if name in algorithm.tables else tuple(value.shape) for name, value in tensors.items()}
-        for tensors in (held, sent)
-    )
-    kernel = kernels.training(algorithm, stages[0], shapes)  # type: ignore[arg-type]
-    if kernel is None:
-        return None
-    key = kernel, frozenset(kept)
+    modules = tuple(one and one.module for _, one in work)
+    key = modules, places, tuple(tuple(sorted(some.items())) for some in shapes)
     if key not in kernels.plans:
         watching, context = derived.watched(algorithm)
-        found = uploaded(watching, stages[0], kernel, frozenset(kept), shapes)  # type: ignore[arg-type]
+        found = left_behind(watching, work, places, shapes)
         if context.asked:  # what is uploaded may be another thing in the next round
-            return found
+            return Plan(work, places, found) if found else None
         kernels.plans[key] = found
-    known: Plan | None = kernels.plans[key]
-    return known and replace(known, stage=stages[0])
+    known: Left | None = kernels.plans[key]
+    return Plan(work, places, known) if known else None
+
+
+def worked(engine: Engine, algorithm: Algorithm, answer: Answer, sent: Tensors, places: Places, shapes: Shapes) -> Work | None:
+    """The stages with their kernels; None if one has none, or if a stage needs rows that an earlier one trained and that no store has."""
+    work: list[tuple[Stage, derived.Kernel | Closed | None]] = []
+    moved: set[str] = set()
+    assert engine.derived is not None
+    for stage in algorithm.stages(sent):
+        one: derived.Kernel | Closed | None = None
+        if stage.phases:
+            one = engine.derived.training(algorithm, stage, shapes[:2])
+        elif stage.ridge is None or not engine.knows_ridge:
+            one = closed_form(engine, algorithm, shapes)
+        elif work or answer.personal or not {"items", "gram", "size"} <= answer.shared.keys() or "user" not in places.made:
+            return None
+        else:
+            work.append((stage, None))
+            continue
+        if one is None or any(("held", name) in one.tables for name in moved):
+            return None
+        if isinstance(one, derived.Kernel):
+            if dict(places.copied).keys() & {name for phase in stage.phases for name in phase.names}:
+                return None
+            moved |= one.model.trained_tables.keys() - places.kept
+        work.append((stage, one))
+    return tuple(work) if any(one for _, one in work) else None
+
+
+def closed_form(engine: Engine, algorithm: Algorithm, shapes: Shapes) -> Closed | None:
+    """How `solve` is made of sums where rows lie; None if it is not, or if it makes a table."""
+    held, sent, _ = (tuple(sorted(some.items())) for some in shapes)
+    assert engine.derived is not None
+    found: Closed | None = engine.derived.looked_up(
+        ("solve", held, sent, engine.dtype), algorithm, lambda: closed_forms.made(algorithm, shapes[:2], engine.dtype)
+    )
+    return found
+
+
+# ---- what a method does with what it holds -----------------------------------------------------------------------------------
+
+
+def left_behind(algorithm: Algorithm, work: Work, places: Places, shapes: Shapes) -> Left | None:
+    """What `upload` and `keep` make of what is held, read from what torch records of them; None if it is more than can be done in place."""
+    held, sent, own = ({name: trace.example(shape) for name, shape in some.items()} for some in shapes)
+    kernels = [one for _, one in work if one is not None]
+    trained = {name for one in kernels for name in one.names}
+    try:
+        if any(made_of_tables(algorithm, algorithm.receive, {"own": own, "sent": sent}, places.made)):
+            return None
+        keeping = kept_rows(algorithm, kernels, places, (held, sent, own), trained)
+        return uploaded(algorithm, places, (held, sent), trained, keeping) if keeping else None
+    except trace.Unsupported:
+        return None
+
+
+def leaves_of(given: Mapping[str, Tensors]) -> dict[trace.Key, Tensor]:
+    return {(kind, name): value for kind, tensors in given.items() for name, value in tensors.items()}
+
+
+def call(function: Callable[..., Tensors], given: Mapping[str, Tensors], *tensors: Tensor) -> Tensors:
+    """A function of dicts of tensors, and single ones, on other tensors in their place."""
+    others: dict[str, Any] = {kind: {} for kind in given}
+    for (kind, name), value in zip(leaves_of(given), tensors, strict=True):
+        others[kind][name] = value
+    return function(*(some.get("", some) for some in others.values()))
+
+
+def made_of_tables(algorithm: Algorithm, function: Callable[..., Tensors], given: Mapping[str, Tensors], names: Any) -> list[bool]:
+    """Whether each of these names, which a function of a client makes, is made of rows of tables or depends on how many they are."""
+    names = list(names)
+    if not names:
+        return []
+    leaves = leaves_of(given)
+    found = trace.read(lambda *tensors: [call(function, given, *tensors)[name] for name in names], leaves)
+    return [any(name in algorithm.tables for _, name in some) for some in found]
+
+
+def kept_rows(
+    algorithm: Algorithm, kernels: list[derived.Kernel | Closed], places: Places, given: tuple[Tensors, Tensors, Tensors], trained: set[str]
+) -> tuple[dict[str, str], tuple[str, ...]] | None:
+    """`Left.into` and `Left.rewritten`; None if `keep` does something else."""
+    held, sent, own = given
+    if type(algorithm).keep is Algorithm.keep:
+        return {}, tuple(sorted(places.made & own.keys()))
+    kept = algorithm.keep(dict(held), dict(sent))
+    as_held = {name: other for name, value in kept.items() for other in held if value is held[other]}
+    into: dict[str, str] = {}
+    for name in algorithm.own_tables:
+        table = as_held.get(name)
+        if table == name and name in places.kept:
+            continue
+        read = any(("held", name) in kernel.tables for kernel in kernels)
+        if table is None or table == name or table not in trained or name in trained or read or table in into:
+            return None
+        into[table] = name
+    rest = own.keys() - {*algorithm.tables}
+    if kept.keys() - own.keys() or (rest - kept.keys()) & trained:
+        return None
+    rewritten = sorted(name for name in rest & kept.keys() if not (as_held.get(name) == name and name in places.kept))
+    inputs = {"held": held, "sent": sent}
+    # all that is kept is recorded, so that nothing is missed that changes a tensor in place or looks at its numbers
+    reads = dict(zip(kept, made_of_tables(algorithm, algorithm.keep, inputs, kept), strict=True))
+    return None if any(reads[name] for name in rewritten) else (into, tuple(rewritten))
 
 
 def uploaded(
-    algorithm: Algorithm, stage: Stage, kernel: derived.Kernel, kept: frozenset[str], shapes: tuple[derived.Shapes, derived.Shapes]
-) -> Plan | None:
-    """What `upload` makes of tables, read from its graph; None if it is more than rows as they are, or how they changed."""
-    leaves: dict[trace.Key, Tensor] = {("held", name): trace.example(shape) for name, shape in shapes[0].items()}
-    leaves |= {("sent", name): trace.example(shape) for name, shape in shapes[1].items()} | {("count", "samples"): trace.example(())}
-
-    def call(*tensors: Tensor) -> Tensors:
-        given = dict(zip(leaves, tensors, strict=True))
-        held, sent = ({name: value for (kind, name), value in given.items() if kind == which} for which in ("held", "sent"))
-        return algorithm.upload(held, sent, given["count", "samples"])
-
-    names = list(call(*leaves.values()))
-    try:
-        graph, values = trace.trace(lambda *tensors: [*call(*tensors).values()], leaves, names)
-    except trace.Unsupported:
+    algorithm: Algorithm, places: Places, given: tuple[Tensors, Tensors], trained: set[str], keeping: tuple[dict[str, str], tuple[str, ...]]
+) -> Left | None:
+    """What `upload` makes; None if it makes more of tables than rows as they are, or how they changed."""
+    into, rewritten = keeping
+    inputs = {"held": given[0], "sent": given[1], "samples": {"": trace.example(())}}
+    made = algorithm.upload(*given, inputs["samples"][""])
+    tables = [name for name in made if name in algorithm.tables]
+    counts = [name for name in made if made[name] is inputs["samples"][""]]
+    others = [name for name in made if name not in (*tables, *counts)]
+    if any(made_of_tables(algorithm, algorithm.upload, inputs, others)):
         return None
+    graph, values = trace.trace(
+        lambda *tensors: [call(algorithm.upload, inputs, *tensors)[name] for name in tables], leaves_of(inputs), tables
+    )
     rows: dict[str, tuple[str, int]] = {}
-    stored, dense = [], False
+    stored, dense = [], bool(others)
     for name, v in values.items():
-        if name in algorithm.own_tables:
-            if v.op != "table" or v.how["key"] != ("held", name) or name not in kept:
-                return None
-            stored.append(name)
-        elif algorithm.tables.get(name) == SHARED:
+        if algorithm.tables[name] == SHARED:
             form = rows_of(graph, v)
-            if form is None or form[0] not in kernel.model.trained_tables or (form[1] == CHANGE and form[0] in kept):
+            if form is None or form[0] not in trained or form[0] in places.kept:
                 return None
             rows[name], dense = form[:2], dense or form[2]
-        elif any(one.op == "table" for one in reached([v])):
-            return None
+        elif v.op == "table" and v.how["key"] == ("held", name) and name in places.kept and name not in into.values():
+            stored.append(name)
         else:
-            dense = True
-    trained = set(kernel.model.trained_tables)
-    if len({table for table, _ in rows.values()}) < len(rows) or any(table in kept for table, _ in rows.values()):
+            return None
+    sources = [table for table, _ in rows.values()]
+    if len({*sources}) < len(sources) or not (trained & {*algorithm.tables}) - places.kept <= {*sources}:
         return None
-    return Plan(stage, kernel, kept, rows, tuple(stored), dense) if trained - kept <= {table for table, _ in rows.values()} else None
+    return Left(rows, tuple(stored), tuple(counts), dense, into, rewritten)
 
 
 def rows_of(graph: Graph, v: Value) -> tuple[str, int, bool] | None:
@@ -137,15 +257,17 @@ def rows_of(graph: Graph, v: Value) -> tuple[str, int, bool] | None:
     return None
 
 
+# ---- training ----------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Trained:
     """What the clients of one kind left behind."""
 
     loss: np.ndarray
     updates: int
-    rows: dict[str, np.ndarray]
-    """uploaded table -> rows of the whole cohort, of which these clients' are filled in"""
     dense: Tensors
+    """uploads that are no rows"""
 
 
 def train(
@@ -153,85 +275,111 @@ def train(
     how: Plan,
     samples: Samples,
     at: Any,
-    given: tuple[np.ndarray, int, Answer, ClientStore],
+    given: tuple[np.ndarray, np.ndarray, Answer, ClientStore],
     out: dict[str, np.ndarray],
 ) -> Trained:
-    """Train clients `at` of a cohort. given: keys of the shuffles, epochs, what they are sent, the store. out: rows to fill in."""
-    stream, epochs, answer, store = given
-    clients = samples.clients[at]
-    counts, touched, kernel = samples.counts[at], samples.touched[at], how.kernel
-    arrays, copies = placed(how, clients, answer, store)
-    layout = (stream[at], samples.ptr[:-1][at], counts, samples.local, samples.label, samples.row_ptr[:-1][at], touched, samples.row)
-    batch = min(how.stage.batch_size or derived.NO_LIMIT, 1 << 62)
-    most = derived.NO_LIMIT if how.stage.max_steps is None else how.stage.max_steps
-    outs = {table: (out[name], form) for name, (table, form) in how.rows.items()}
-    loss, steps = kernel.train(layout, arrays, outs, how.stage.phases, (0, epochs, batch, most, algorithm.stop_below))
-    updates = sum(int((steps * one.width * (touched if one.table else 1)).sum()) for one in kernel.model.updates)
-    decay_untouched(algorithm, how, samples, at, steps, answer, store)
-    dense: Tensors = {}
-    if how.dense:
-        dense = uploaded_beside(algorithm, how, clients, counts, (answer, store, copies))
-        for name in how.rows:
+    """Train clients `at` of a cohort. given: keys of shuffles and of halves, what they are sent, the store. out: rows to fill in."""
+    stream, halves, answer, store = given
+    clients = torch.from_numpy(samples.clients[at])
+    touched, begin = samples.touched[at], samples.row_ptr[:-1][at]
+    copies = copied(algorithm, how, clients, answer, store)
+    keeps = {table: (store.tensors[name].numpy(), np.asarray(store.place(clients))) for table, name in how.left.into.items()}
+    loss, updates, epoch = np.zeros(len(clients)), 0, 0
+    for stage, kernel in how.work:
+        mine = part_of(samples, stage, halves)
+        first, counts = mine.ptr[:-1][at], mine.counts[at]
+        if kernel is None:
+            lists = Lists(first, first + counts, mine.local, mine.label, begin, mine.row)
+            copies["user"] = solve_lists(stage.ridge, lists, answer.shared)
+        elif isinstance(kernel, Closed):
+            arrays = placed(kernel, how.places, clients, answer, store, copies)
+            for name, value in kernel.solve((first, counts, mine.local, mine.label, begin, touched, mine.row), arrays).items():
+                if name in how.places.kept:
+                    store.write(clients, name, value)
+                else:
+                    copies[name] = value
+        else:
+            arrays = placed(kernel, how.places, clients, answer, store, copies)
+            outs = {table: (out[name], form) for name, (table, form) in how.left.rows.items() if table in kernel.model.trained_tables}
+            into = {table: where for table, where in keeps.items() if table in kernel.model.trained_tables}
+            layout = (stream[at], first, counts, mine.local, mine.label, begin, touched, mine.row)
+            batch = min(stage.batch_size or derived.NO_LIMIT, 1 << 62)
+            most = derived.NO_LIMIT if stage.max_steps is None else stage.max_steps
+            limits = (epoch, stage.epochs, batch, most, algorithm.stop_below)
+            loss, steps = kernel.train(layout, arrays, outs, into, stage.phases, limits)
+            updates += sum(int((steps * one.width * (touched if one.table else 1)).sum()) for one in kernel.model.updates)
+            for name in algorithm.own_tables:
+                move_untouched(store, clients, name, stage.phases, torch.from_numpy(steps), answer, (begin, touched, mine.row))
+        epoch += stage.epochs
+    counted = torch.from_numpy(samples.counts[at]).to(store.draw.dtype)
+    dense: Tensors = {name: counted for name in how.left.counts}
+    if how.left.dense or how.left.rewritten:
+        held, sent = beside(algorithm, how.places, clients, answer, store, copies)
+    if how.left.dense:
+        dense = vmapped(algorithm.upload, held, sent, counted)
+        for name in how.left.rows:
             factor = dense.pop(name).numpy()
             if not (factor == 1).all():
-                scale_rows(out[name], factor.reshape(len(clients), -1), samples.row_ptr[:-1][at], touched)
-    return Trained(loss, updates, out, {name: value for name, value in dense.items() if name not in how.stored})
+                scale_rows(out[name], factor.reshape(len(clients), -1), begin, touched)
+    if how.left.rewritten:
+        kept = vmapped(algorithm.keep, held, sent)
+        for name in how.left.rewritten:
+            store.write(clients, name, kept[name])
+    return Trained(loss, updates, {name: value for name, value in dense.items() if name not in how.left.stored})
 
 
-def placed(how: Plan, clients: np.ndarray, answer: Answer, store: ClientStore) -> tuple[dict[Any, Any], dict[str, np.ndarray]]:
-    """Arrays of the kernel and whose each is; and copies of what was sent to all and is trained by each."""
-    nobody, place = np.zeros(len(clients), np.int64), np.asarray(store.place(clients))
-    model, copies = how.kernel.model, {}
-    trained = {one.name for one in model.updates if not one.table}
-    arrays: dict[Any, Any] = {}
-    for key in (*model.tables, *model.params):
-        kind, name = key
-        if kind == "held" and name in how.kept:
-            arrays[key] = store.tensors[name].numpy(), place
-            continue
-        if name in answer.personal and answer.slot is not None:
-            value, at = answer.personal[name].contiguous().numpy(), np.asarray(answer.slot[torch.from_numpy(clients)])
+def kernels_of(how: Plan) -> list[derived.Kernel]:
+    """The kernels of the stages that train."""
+    return [kernel for _, kernel in how.work if isinstance(kernel, derived.Kernel)]
+
+
+def copied(algorithm: Algorithm, how: Plan, clients: Tensor, answer: Answer, store: ClientStore) -> Tensors:
+    """[C, ...] what each client has a copy of: what `receive` makes, the past of what it keeps, and what was sent to all and is trained."""
+    place, dtype = store.place(clients), store.draw.dtype
+    copies = {name: store.tensors[other][place] for name, other in how.places.copied}
+    if how.places.made:
+        one = torch.zeros(len(clients), 1, dtype=torch.int64)
+        own, sent = store.rows(clients, one, algorithm.tables), sent_rows(answer, clients, one, algorithm.tables)
+        held = vmapped(algorithm.receive, own, sent)
+        copies |= {name: held[name].clone(memory_format=torch.contiguous_format) for name in how.places.made}
+    moved = {one.name for kernel in kernels_of(how) for one in kernel.model.updates if not one.table}
+    for name in moved - copies.keys() - how.places.kept:
+        value, at = lying(answer, name, clients)
+        copies[name] = value.to(dtype)[at]
+    return copies
+
+
+def placed(
+    kernel: derived.Kernel | Closed, places: Places, clients: Tensor, answer: Answer, store: ClientStore, copies: Tensors
+) -> dict[Any, tuple[np.ndarray, np.ndarray]]:
+    """Arrays of a kernel, and which of them is each client's."""
+    arrays = {}
+    for kind, name in (*kernel.tables, *kernel.params):
+        if kind == "held" and name in places.kept:
+            value, at = store.tensors[name], store.place(clients)
+        elif kind == "held" and name in copies:
+            value, at = copies[name], torch.arange(len(clients))
         else:
-            value, at = answer.shared[name].contiguous().numpy()[None], nobody
-        if kind == "held" and name in trained:
-            copies[name] = value[at]
-            value, at = copies[name], np.arange(len(clients))
-        arrays[key] = value, at
-    return arrays, copies
+            value, at = lying(answer, name, clients)
+        arrays[kind, name] = derived.as_array(value, store.draw.dtype), at.numpy()
+    return arrays
 
 
-def decay_untouched(
-    algorithm: Algorithm, how: Plan, samples: Samples, at: Any, steps: np.ndarray, answer: Answer, store: ClientStore
-) -> None:
-    """Weight decay and pulls on rows of own tables that no sample touches; touched rows stay as the kernel left them."""
-    for name in algorithm.own_tables:
-        if not any(name in phase.names and (phase.weight_decay or name in phase.pull) for phase in how.stage.phases):
-            continue
-        clients = torch.from_numpy(samples.clients[at])
-        touched, begin = samples.touched[at], samples.row_ptr[:-1][at]
-        which = np.repeat(begin - np.concatenate([[0], np.cumsum(touched)[:-1]]), touched) + np.arange(touched.sum())
-        rows = torch.from_numpy(samples.row[which].astype(np.int64))
-        place = torch.as_tensor(store.place(clients)).repeat_interleave(torch.from_numpy(touched))
-        trained = store.tensors[name][place, rows]
-        move_untouched(store, clients, name, how.stage.phases, torch.from_numpy(steps), answer)
-        store.tensors[name][place, rows] = trained
+def beside(
+    algorithm: Algorithm, places: Places, clients: Tensor, answer: Answer, store: ClientStore, copies: Tensors
+) -> tuple[Tensors, Tensors]:
+    """What clients hold and were sent [C, ...], with one made-up row of each table: 1 if it is held, 0 if it was sent.
 
-
-def uploaded_beside(
-    algorithm: Algorithm, how: Plan, clients: np.ndarray, counts: np.ndarray, given: tuple[Answer, ClientStore, dict[str, np.ndarray]]
-) -> Tensors:
-    """`upload` on one made-up row of each table: all that is no table, and the number that rows are multiplied by."""
-    answer, store, copies = given
-    who, tables = torch.from_numpy(clients), algorithm.tables
-    sent = {name: value[:, :1] * 0 if name in tables else value for name, value in sent_whole(answer, who).items()}
-    own = {name: value for name, value in store.tensors.items() if name not in tables}
-    place = store.place(who)
-    held = {name: value[place] for name, value in own.items() if name in how.kept}
-    held |= {name: torch.ones_like(value) if name in tables else value for name, value in sent.items() if name not in how.kept}
-    held |= {name: value[place, :1] * 0 + 1 for name, value in store.tensors.items() if name in tables and name in how.kept}
-    held |= {name: torch.from_numpy(value) for name, value in copies.items()}
-    samples = torch.from_numpy(counts).to(next(iter(held.values())).dtype)
-    return vmapped(algorithm.upload, held, sent, samples)
+    `upload` makes of it all that is no table, and the number that rows are multiplied by.
+    """
+    tables, place = algorithm.tables, store.place(clients)
+    sent = sent_rows(answer, clients, torch.zeros(len(clients), 1, dtype=torch.int64), tables)
+    held = {name: torch.ones_like(value) if name in tables else value for name, value in sent.items() if name not in places.kept}
+    for name in places.kept:
+        value = store.tensors[name]
+        held[name] = torch.ones_like(value[place, :1]) if name in tables else value[place]
+    sent = {name: torch.zeros_like(value) if name in tables else value for name, value in sent.items()}
+    return held | copies, sent
 
 
 def scale_rows(rows: np.ndarray, factor: np.ndarray, begin: np.ndarray, touched: np.ndarray) -> None:
@@ -244,50 +392,54 @@ def scale_rows(rows: np.ndarray, factor: np.ndarray, begin: np.ndarray, touched:
 
 
 def plans(
-    kernels: derived.Kernels, algorithm: Algorithm, given: tuple[Answer, ClientStore, Before | None], clients: np.ndarray, kind: np.ndarray
+    engine: Engine, given: tuple[Answer, ClientStore, Before | None], clients: np.ndarray, kind: np.ndarray
 ) -> dict[int, Plan] | None:
     """How each kind of client (LEVELS·epochs + sent) is trained in place; None if one of them is not. given: answer, store, before."""
     answer, store, before = given
-    if kernels.off or (before is not None and before.merged and before.tensors):
+    if engine.derived is None or engine.on_gpu or engine.derived.off or (before is not None and before.merged and before.tensors):
         return None
     found = {}
     for some in np.flatnonzero(np.bincount(kind)).tolist():
         epochs, level = divmod(some, LEVELS)
         merged = before is not None and level in before.merged
         client = int(clients[np.flatnonzero(kind == some)[0]])
-        one = plan(kernels, algorithm.with_epochs(epochs), client, reaching(answer, level), store, merged)
+        one = plan(engine, engine.algorithm.with_epochs(epochs), client, reaching(answer, level), store, merged)
         if one is None:
             return None
         found[some] = one
-    same = {(tuple(sorted(one.rows)), one.stored) for one in found.values()}
+    same = {(tuple(sorted(one.left.rows)), one.left.stored) for one in found.values()}
     return found if len(same) == 1 else None  # the uploads of a round have one form
 
 
 def train_cohort(
-    engine: Engine, how: dict[int, Plan], samples: Samples, kind: np.ndarray, given: tuple[np.ndarray, Answer, ClientStore]
+    engine: Engine, how: dict[int, Plan], samples: Samples, kind: np.ndarray, given: tuple[np.ndarray, np.ndarray, Answer, ClientStore]
 ) -> tuple[dict[str, Tensor | Rows], Tensor, int]:
-    """The whole cohort at once. given: keys of the shuffles, answer, store. Returns uploads, losses and how many numbers moved."""
-    stream, answer, store = given
+    """The whole cohort at once. given: keys of shuffles and halves, answer, store. Returns uploads, losses and how many numbers moved."""
+    stream, halves, answer, store = given
     losses, updates = np.zeros(len(samples.clients)), 0
     first, number = next(iter(how.values())), host_type(engine.dtype)
-    widths = {name: first.kernel.model.trained_tables[table] for name, (table, _) in first.rows.items()}
+    wide = {name: n for kernel in kernels_of(first) for name, n in kernel.model.trained_tables.items()}
+    widths = {name: wide[table] for name, (table, _) in first.left.rows.items()}
     rows = {name: engine.pool.empty(f"rows of {name}", len(samples.row) * n, number).reshape(-1, n) for name, n in widths.items()}
     dense: dict[str, Tensor] = {}
     for some, one in how.items():
         at = np.arange(len(kind)) if len(how) == 1 else np.flatnonzero(kind == some)
         epochs, level = divmod(some, LEVELS)
-        done = train(engine.algorithm.with_epochs(epochs), one, samples, at, (stream, epochs, reaching(answer, level), store), rows)
+        done = train(engine.algorithm.with_epochs(epochs), one, samples, at, (stream, halves, reaching(answer, level), store), rows)
         losses[at], updates = done.loss, updates + done.updates
         for name, value in done.dense.items():
-            dense.setdefault(name, value.new_zeros(len(kind), *value.shape[1:]))[at] = value
+            if len(how) == 1:
+                dense[name] = value
+            else:
+                dense.setdefault(name, value.new_zeros(len(kind), *value.shape[1:]))[at] = value
     tensors: dict[str, Tensor | Rows] = {}
     for name, array in rows.items():
-        value = torch.from_numpy(array).reshape(-1, *row_shape(first.rows[name][0], answer, store))
+        value = torch.from_numpy(array).reshape(-1, *row_shape(first.left.rows[name][0], answer, store))
         tensors[name] = Rows(torch.from_numpy(samples.touched), torch.from_numpy(samples.row), value)
-    if first.stored:
+    if first.left.stored:
         everybody = np.array_equal(samples.clients, np.arange(store.clients.start, store.clients.stop))
         own = store.read(torch.from_numpy(samples.clients), whole=everybody)
-        tensors |= {name: own[name] for name in first.stored}
+        tensors |= {name: own[name] for name in first.left.stored}
     return {**tensors, **dense}, torch.from_numpy(losses), updates
 
 

@@ -1,15 +1,12 @@
-"""Two guards that keep a fused kernel from overruling what an algorithm says.
+"""A kernel never overrules what an algorithm says: before its first use in a run, it and the algorithm's own code work side by side.
 
-By the class: a kernel stands for the code of the class that describes it (`fused`, `fused_score`). An algorithm whose client code differs
-from that class's, by an override, a mixin or an attribute of its own, never runs that kernel.
-
-By numbers: before a kernel is first used in a run, it and the generic path make the first steps of a few clients, on copies. A
-difference beyond rounding ends the run and names the tensor.
+They make the first steps of a few clients, score a few items or merge a few tables, on copies. If they differ by more than rounding
+explains, the kernel is not used, and the log says so.
 """
 
 from __future__ import annotations
 
-import inspect
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,28 +19,23 @@ from torch.func import vmap
 from fedbench.contract.algorithm import Algorithm, Answer, Tensors
 from fedbench.contract.uploads import Rows
 from fedbench.data.sampling import Samples
-from fedbench.errors import FedbenchError
 from fedbench.kernels.compiler.trace import Unsupported
 from fedbench.simulation.client_store import ClientStore, SomeClients
-from fedbench.simulation.sending import LEVELS
+from fedbench.simulation.sending import LEVELS, sent_whole
 
 if TYPE_CHECKING:
     from fedbench.contract.central import Central, Pool
     from fedbench.contract.randomness import Draw
+    from fedbench.simulation import forward
     from fedbench.simulation.engine import Engine
     from fedbench.simulation.scoring import Evaluator
 
-DESCRIPTIONS = ("fused", "fused_score")
-NOT_THE_CLIENTS = frozenset(
-    {
-        *("init_server", "init_client", "answer", "aggregate", "for_new_users", "step", "server_rate"),
-        *("check", "must_be_positive", "must_not_be_negative", "cohort", "extra", "evaluation_negatives", "samples_a_step"),
-        *("travels_whole", *DESCRIPTIONS),
-    }
-)
-"""what the server runs, and what the engine asks on both paths alike: an override of these leaves the kernels on"""
+log = logging.getLogger("fedbench")
+
 CLIENTS = 4
 EPOCHS = 2
+FEW_ITEMS = 40
+"""items of a client whose scores are compared, beside all of them"""
 SAMPLES = 64
 """samples of a client that are enough for a comparison; two batches if those are more"""
 FAR = {torch.float32: 1e-3, torch.float64: 1e-7}
@@ -59,58 +51,10 @@ FARTHER = 4
 """times the generic path's own rounding that a kernel's may be; measured: up to 1.6 where rounding shows at all, 1e4 for a wrong formula"""
 
 
-# ---- by the class ----------------------------------------------------------------------------------------------------------
-
-
-def described_by(cls: type[Algorithm], kernel: str = "fused") -> type | None:
-    """The class whose code a kernel stands for: the one that describes it, in `fused` or in the stages; None if there is no kernel."""
-    own = [one for one in cls.__mro__ if one not in (Algorithm, object)]
-    said = [one for one in own if kernel in vars(one)]
-    if said or kernel == "fused_score":
-        return said[0] if said else None
-    # Stages may name a kernel too, and so may a centralised method's own pass over the data. Who overrides those may hand the kernel on
-    # without knowing, so it belongs to the most basic class that wrote any.
-    staged = [one for one in own if "stages" in vars(one) or one is described_by(cls, "fused_score")]
-    return staged[-1] if staged else None
-
-
-def overridden(algorithm: Algorithm, kernel: str = "fused") -> tuple[str, ...]:
-    """Names of client code that differ from those of the class that describes a kernel; () if it stands for this algorithm."""
-    describes = described_by(type(algorithm), kernel)
-    if describes is None:
-        return ()
-
-    def replaced(name: str) -> bool:
-        theirs, mine = inspect.getattr_static(describes, name), inspect.getattr_static(algorithm, name)
-        return mine is not theirs and (name == "tables" or callable(theirs) or hasattr(theirs, "__get__"))
-
-    dunder = {name for name in dir(describes) if name.startswith("__")} - {"__getattribute__"}
-    return tuple(name for name in dir(describes) if name not in NOT_THE_CLIENTS | dunder and replaced(name))
-
-
-def note(algorithm: Algorithm, who: str) -> str:
-    """One line for the log if an algorithm inherits a kernel that it does not run; "" otherwise."""
-    for kernel, what in (("fused", "kernel"), ("fused_score", "scoring kernel")):
-        names, describes = overridden(algorithm, kernel), described_by(type(algorithm), kernel)
-        if names and describes is not None:
-            return (
-                f"{who} overrides {' and '.join([', '.join(names[:-1]), names[-1]] if names[1:] else names)}, "
-                f"so {describes.__name__}'s {what} is not used; the generic path runs what you wrote (slower)"
-            )
-    return ""
-
-
-# ---- by numbers ------------------------------------------------------------------------------------------------------------
-
-
-class KernelDiffers(FedbenchError):
-    """A kernel does not do what the algorithm's own code does."""
-
-    def __init__(self, algorithm: Algorithm, tensor: str, apart: float, where: str) -> None:
-        super().__init__(
-            f"{algorithm.name}: the kernel differs from the algorithm's own code in {tensor}, by {apart:.2g} {where}; "
-            "use --kernel off, or make `fused` and `fused_score` say what the code does"
-        )
+def knows(cls: type[Algorithm], name: str, other: str) -> bool:
+    """Whether who wrote a function knew the other one that it stands for, which a class further down may have written anew."""
+    place, theirs = (next(at for at, kind in enumerate(cls.__mro__) if one in vars(kind)) for one in (name, other))
+    return cls.__mro__[place] is not Algorithm and place <= theirs
 
 
 def training(engine: Engine, server: Tensors, store: ClientStore, samples: Samples, sent: np.ndarray, when: int) -> None:
@@ -143,13 +87,10 @@ def rebuilding(engine: Engine, server: Tensors, samples: Samples, when: int) -> 
 
 
 def pooled(engine: Engine, algorithm: Central, server: Tensors, pool: Pool, draw: Draw) -> None:
-    """Compare the first two steps of a centralised method, on the rows of the users and items in them.
-
-    Its optimizer starts anew: each path may keep moments in a scale of its own.
-    """
+    """Compare the first two steps of a centralised method, on the rows of the users and items in them; its optimizer starts anew."""
     if not len(pool.label) or not first_use(engine, "pool"):
         return
-    few = type(pool)(*(column[: algorithm.batch_size + SAMPLES] for column in pool))
+    few = pool._replace(**{name: column[: algorithm.batch_size + SAMPLES] for name, column in pool._asdict().items() if column is not None})
     (users, user), (items, item) = (torch.unique(column, return_inverse=True) for column in (few.user, few.item))
     rows = {"user": users, "items": items}
     model = {name: value[rows[name.split("/")[0]]] if name.split("/")[0] in rows else value for name, value in server.items()}
@@ -157,64 +98,86 @@ def pooled(engine: Engine, algorithm: Central, server: Tensors, pool: Pool, draw
     few = few._replace(user=user, item=item)
 
     def outcome(one: Engine) -> Tensors:
-        found, loss = algorithm.epoch(in_type(model, one.dtype), few._replace(label=few.label.to(one.dtype)), draw, one.kernels)
+        found, loss = algorithm.epoch(in_type(model, one.dtype), few._replace(label=few.label.to(one.dtype)), draw, one.derived is not None)
         return {**{name: value for name, value in found.items() if "/" not in name}, "loss": loss}
 
     compare(engine, outcome, model)
 
 
-def scoring(evaluator: Evaluator, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, items: Tensor | None) -> None:
-    """Compare the scores of a few clients."""
-    if not evaluator.kernels or sent in evaluator.checked or evaluator.algorithm.fused_score(sent) is None:
-        return
-    evaluator.checked.add(sent)
-    wide = evaluator.split.items if items is None else items.shape[1]
-    some = torch.arange(0, len(clients), -(-len(clients) // max(1, min(CLIENTS, (1 << 17) // wide))))
-    given = store, answer, clients[some], sent, None if items is None else items[some]
-    expected = evaluator.mapped_scores(*given)  # first: what does not fit raises there, where a kernel would read beyond its arrays
-    found = evaluator.fused_scores(*given)
-    if found is None or not (apart := distance(found, expected, None, expected.dtype, NEAR)):
-        return
-    exact = evaluator.mapped_scores(*given, dtype=torch.float64)
-    if expected.dtype == torch.float64 or not explained({"score": found}, {"score": expected}, {"score": exact}, {}):
-        raise KernelDiffers(evaluator.algorithm, "score", apart, "of the largest score")
+def many_at_once(evaluator: Evaluator, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, items: Tensor | None) -> bool:
+    """Whether `score_clients` gives a few clients the scores that `score` gives; the log says if not."""
+    some = clients[: max(1, min(CLIENTS, len(clients)))]
+    given = store, answer, some, sent, None if items is None else items[: len(some)]
+    expected, found = evaluator.mapped_scores(*given), evaluator.scores_of_many(*given)
+    if distance(found, expected, None, expected.dtype, NEAR):
+        log.warning("%s: score_clients gives other scores than score, which is used instead (slower)", evaluator.algorithm.name)
+        return False
+    return True
+
+
+def scoring(evaluator: Evaluator, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, kernel: forward.Kernel) -> bool:
+    """Whether a kernel's scores of a few clients are those of the algorithm's own function, for a few items and for all of them."""
+    wide = evaluator.split.items
+    some = clients[torch.arange(0, len(clients), -(-len(clients) // max(1, min(CLIENTS, (1 << 17) // wide))))]
+    fresh = store.fresh(some)
+    some = some if fresh is None else some[fresh == fresh[0]]
+    few = (torch.arange(len(some))[:, None] * 7 + torch.arange(min(wide, FEW_ITEMS)) * (wide // FEW_ITEMS + 1)) % wide
+    for items in (few, None):
+        given = store, answer, some, sent, items
+        expected = evaluator.mapped_scores(*given)  # first: what does not fit raises there, where a kernel would read beyond its arrays
+        found = evaluator.kernel_scores(kernel, *given)
+        if distance(found, expected, None, expected.dtype, NEAR):
+            exact = evaluator.mapped_scores(*given, dtype=torch.float64)
+            if expected.dtype == torch.float64 or not explained({"score": found}, {"score": expected}, {"score": exact}, {}):
+                return False
+    return True
+
+
+def merging(
+    algorithm: Algorithm, kernels: forward.Kernels, store: ClientStore, answer: Answer, clients: Tensor, kernel: forward.Kernel
+) -> bool:
+    """Whether a kernel leaves in the store of a few clients what `receive` makes of what they keep."""
+    some = clients[:CLIENTS]
+    kept, sent = store.read(some), sent_whole(answer, some)
+    expected = {name: value for name, value in vmap(algorithm.receive)(kept, sent).items() if name in kept}
+    alone = ClientStore.of({name: value.clone(memory_format=torch.contiguous_format) for name, value in kept.items()})
+    theirs = replace(answer, slot=None if answer.slot is None else answer.slot[some])
+    kernels.merge(kernel, np.arange(len(some)), theirs, alone, max(store.tensors[name].shape[1] for name in algorithm.own_tables))
+    found = {name: alone.tensors[name] for name in expected}
+    if not any(distance(found[name], value, None, value.dtype, NEAR) for name, value in expected.items()):
+        return True
+    if all(value.dtype == torch.float64 for value in expected.values()):
+        return False
+    exact = vmap(algorithm.receive)(in_type(kept, torch.float64), in_type(sent, torch.float64))
+    return explained(found, expected, {name: exact[name] for name in expected}, {})
 
 
 def first_use(engine: Engine, what: str) -> bool:
     """Whether kernels may run that nobody has compared yet; from now on somebody has."""
-    a, known = engine.algorithm, engine.compared
-    written = (engine.kernels or engine.gpu_kernels) and described_by(type(a)) is not None
-    if known is None or what in known or not (written or engine.derived):
+    if engine.compared is None or what in engine.compared or not engine.kernels:
         return False
-    known.add(what)
+    engine.compared.add(what)
     return True
 
 
 def compare(engine: Engine, outcome: Callable[[Engine], Mapping[str, Tensor]], before: Mapping[str, Tensor]) -> None:
-    """Raise KernelDiffers if what an engine with kernels leaves is further from what one without leaves than rounding explains."""
+    """Turn an engine's kernels off, and say so, if what they leave is further from what the code itself leaves than rounding explains."""
     expected = outcome(engine.twin(kernels=False))  # first: what does not fit raises there, where a kernel would read beyond its arrays
     try:
         found = outcome(engine.twin(kernels=True))
     except Unsupported as error:
-        assert engine.derived is not None
-        engine.derived.off = True
-        engine.derived.refuse(engine.algorithm, str(error))
+        engine.use_generic_path(str(error))
         return
     for name in sorted(expected.keys() ^ found.keys()):
-        raise KernelDiffers(engine.algorithm, name, 1.0, "of it: only one of the two has it")
-    apart = {
-        name: distance(found[name], value, before.get(name), engine.dtype, NEAR if name == "loss" else FAR)
-        for name, value in expected.items()
-    }
-    first = next((name for name in apart if apart[name]), None)
-    if first is None:
+        engine.use_generic_path(f"it makes {name}, or leaves it out, as the algorithm's own code does not")
         return
-    if engine.dtype == torch.float64 or not explained(found, expected, outcome(engine.twin(kernels=False, dtype=torch.float64)), before):
-        if engine.derived is not None and not engine.algorithm_speaks:
-            engine.derived.off = True
-            engine.derived.refuse(engine.algorithm, f"its numbers differ from the algorithm's own in {first}")
-            return
-        raise KernelDiffers(engine.algorithm, first, apart[first], "of how far it moved" if first in before else "of the largest number")
+    limits = {name: NEAR if name == "loss" else FAR for name in expected}
+    differ = [name for name, value in expected.items() if distance(found[name], value, before.get(name), engine.dtype, limits[name])]
+    if not differ:
+        return
+    exact = engine.dtype == torch.float64
+    if exact or not explained(found, expected, outcome(engine.twin(kernels=False, dtype=torch.float64)), before):
+        engine.use_generic_path(f"its numbers differ from the algorithm's own in {differ[0]}")
 
 
 def apart(

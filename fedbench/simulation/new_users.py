@@ -48,16 +48,21 @@ def learn(engine: Engine, server: Tensors, split: Split, rounds: int = ROUNDS) -
     return store
 
 
-def metrics(engine: Engine, server: Tensors, split: Split, rounds: int = ROUNDS) -> dict[str, float]:
-    """Test metrics of users who were not in training, as those of the others: `split` holds them, `engine` is that of the training."""
+def metrics(engine: Engine, server: Tensors, split: Split, rounds: int = ROUNDS, ties: int | None = None) -> dict[str, float]:
+    """Test metrics of users who were not in training, as those of the others: `split` holds them, `engine` is that of the training.
+
+    ties: what settles them in a control, see Evaluator
+    """
+    server = engine.algorithm.for_new_users(server)
     answer = engine.algorithm.answer(server)
     check(engine.algorithm, answer)
     store = learn(engine.of_world(world_of(split)), server, split, rounds)
-    evaluator = Evaluator(engine.algorithm, split, engine.device, engine.kernels)
+    evaluator = Evaluator(engine.algorithm, split, engine.device, engine.derived is not None, settles_ties=ties)
     sampled, full = evaluator.sampled_ranks(store, answer)["test"], evaluator.full_ranks(store, answer)["test"]
     return {"clients": split.clients, **ranking_metrics(sampled), **ranking_metrics(full, "full_")}
 
 
 def check_before_training(algorithm: Algorithm, split: Split, seed: int) -> None:
     """Refuse, before training, a method that cannot serve cold-start users."""
-    check(algorithm, algorithm.answer(algorithm.init_server(world_of(split), Draw(seed, 0, None, torch.float32, "cpu"))))
+    now, draw = algorithm.at(0, world_of(split)), Draw(seed, 0, None, torch.float32, "cpu")
+    check(algorithm, now.answer(now.for_new_users(now.init_server(world_of(split), draw))))

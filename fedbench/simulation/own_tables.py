@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,13 +18,18 @@ from torch import Tensor
 from fedbench.contract.algorithm import Algorithm, Answer, Phase, Tensors
 from fedbench.data.sampling import Samples
 from fedbench.errors import UsageError
+from fedbench.kernels.rows import move_rows
+from fedbench.simulation import forward, kernel_check
 from fedbench.simulation.blocks import Block
 from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.generic import vmapped
-from fedbench.simulation.sending import LEVELS, reaching, sent_whole
+from fedbench.simulation.sending import LEVELS, lying, reaching, sent_rows, sent_whole
+from fedbench.system_memory import free_gpu_memory
 
 FULL_ROWS = 1 << 17
-"""item rows of whole tables that are handled at once (merging and scoring)"""
+"""item rows of whole tables that are handled at once (merging and scoring), on a CPU"""
+BYTES_A_NUMBER = 16
+"""of such a row on a GPU: the number, the server's beside it, and what is made of both"""
 
 
 # ---- receive ---------------------------------------------------------------------------------------------------------------
@@ -32,10 +39,10 @@ FULL_ROWS = 1 << 17
 class Before:
     """What a cohort kept before own tables were merged: `receive` is called on it once more, for what it makes beside them."""
 
-    merged: frozenset[int]
-    """whose own tables were merged, by what reached them, see sending.sent_to"""
+    merged: Mapping[int, Mapping[str, str]]
+    """whose own tables were merged, by what reached them, see sending.sent_to; and what else they hold as it was sent, by which name"""
     tensors: Tensors
-    """own tables as touched rows [R, ...], all else [n, ...]; {} if `receive` makes nothing but what is kept"""
+    """own tables as touched rows [R, ...], all else [n, ...]; {} if `receive` makes nothing but what is kept, or was sent"""
     row_ptr: np.ndarray
 
     def rows(self, block: Block, algorithm: Algorithm) -> Tensors:
@@ -46,22 +53,34 @@ class Before:
         return {name: value[rows if name in algorithm.tables else who] for name, value in self.tensors.items()}
 
 
-def merge(algorithm: Algorithm, samples: Samples, answer: Answer, sent: np.ndarray, store: ClientStore) -> Before:
+def merge(
+    algorithm: Algorithm, samples: Samples, answer: Answer, sent: np.ndarray, store: ClientStore, kernels: forward.Kernels | None = None
+) -> Before:
     """`receive` on all rows of the cohort's own tables, which are written to the store; sent [n]: what reached each."""
-    merged, new = set(), False
+    merged: dict[int, dict[str, str]] = {}
+    new = False
     for some in range(LEVELS) if algorithm.own_tables else ():
         if (sent == some).any():
             first = torch.from_numpy(samples.clients[sent == some][:1]).to(store.draw.device)
-            own = {name: value[0] for name, value in store.read(first).items()}
-            made = algorithm.receive(own, {name: value[0] for name, value in sent_whole(reaching(answer, some), first).items()})
+            own, known = one_row(store, reaching(answer, some), first, algorithm.tables)
+            made = algorithm.receive(dict(own), dict(known))
             if any(name in made and made[name] is not own[name] for name in algorithm.own_tables):
-                merged.add(some)
-                new |= bool(made.keys() - own.keys())
-    before = Before(frozenset(merged), _kept(store, samples, algorithm) if new else {}, samples.row_ptr)
+                further = made.keys() - own.keys()
+                merged[some] = {name: other for name in further for other in known if made[name] is known[other]}
+                new |= bool(further - merged[some].keys())
+    before = Before(merged, _kept(store, samples, algorithm) if new else {}, samples.row_ptr)
     for some in merged:
         clients = torch.from_numpy(samples.clients[sent == some]).to(store.draw.device)
-        merge_whole_tables(algorithm, clients, reaching(answer, some), store)
+        merge_whole_tables(algorithm, clients, reaching(answer, some), store, kernels)
     return before
+
+
+def one_row(store: ClientStore, answer: Answer, client: Tensor, tables: Collection[str]) -> tuple[Tensors, Tensors]:
+    """What a client keeps and what it is sent, with one row of each table: enough to see what `receive` makes of it, and of what."""
+    row = client.new_zeros(1, 1)
+    both = store.rows(client, row, tables), sent_rows(answer, client, row, tables)
+    own, sent = ({name: value[0] for name, value in some.items()} for some in both)
+    return own, sent
 
 
 def _kept(store: ClientStore, samples: Samples, algorithm: Algorithm) -> Tensors:
@@ -73,10 +92,25 @@ def _kept(store: ClientStore, samples: Samples, algorithm: Algorithm) -> Tensors
     return {name: t[place[1], rows] if name in algorithm.tables else t[place[0]].clone() for name, t in store.tensors.items()}
 
 
-def merge_whole_tables(algorithm: Algorithm, clients: Tensor, answer: Answer, store: ClientStore) -> None:
-    """`receive` on whole tables; what clients keep of the result is written."""
+def rows_at_once(dim: int, device: str) -> int:
+    """Rows of whole tables that are looked at together: on a GPU those that fit in a quarter of its free memory."""
+    if not device.startswith("cuda"):
+        return FULL_ROWS
+    return max(FULL_ROWS, int(free_gpu_memory(device)) // 4 // (dim * BYTES_A_NUMBER))
+
+
+def merge_whole_tables(
+    algorithm: Algorithm, clients: Tensor, answer: Answer, store: ClientStore, kernels: forward.Kernels | None = None
+) -> None:
+    """`receive` on whole tables; what clients keep of the result is written: by a kernel where there is one."""
     items = max(store.tensors[name].shape[1] for name in algorithm.own_tables)
-    for chunk in clients.split(max(1, FULL_ROWS // items)):
+    if kernels is not None:
+        agrees = partial(kernel_check.merging, algorithm, kernels, store, answer, clients)
+        kernel = kernels.fitting(algorithm, "receive", store, answer, agrees)
+        if kernel is not None:
+            kernels.merge(kernel, clients.numpy(), answer, store, items)
+            return
+    for chunk in clients.split(max(1, rows_at_once(algorithm.dim, str(clients.device)) // items)):
         for name, value in vmapped(algorithm.receive, store.read(chunk), sent_whole(answer, chunk)).items():
             if name in store.tensors:
                 store.write(chunk, name, value)
@@ -104,10 +138,19 @@ def coefficients(name: str, phases: Sequence[Phase], steps: int) -> np.ndarray:
     return found
 
 
-def move_untouched(store: ClientStore, clients: Tensor, name: str, phases: Sequence[Phase], steps: Tensor, answer: Answer) -> None:
+def move_untouched(
+    store: ClientStore,
+    clients: Tensor,
+    name: str,
+    phases: Sequence[Phase],
+    steps: Tensor,
+    answer: Answer,
+    spared: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+) -> None:
     """Weight decay and pulls on the rows of own tables that no sample touches, for clients that made so many steps [C].
 
-    It also meets the touched rows, which are written afterwards.
+    It also meets the touched rows, which are written afterwards; unless a CPU is told them, as lists: where each client's begins [C], how
+    long it is [C], and the rows.
     """
     if not any(name in phase.names and (phase.weight_decay or name in phase.pull) for phase in phases):
         return
@@ -116,6 +159,17 @@ def move_untouched(store: ClientStore, clients: Tensor, name: str, phases: Seque
         raise UsageError(f"the rows of {name!r} are pulled to {' and to '.join(sorted(targets))}; one target a stage")
     table, at, made = store.tensors[name], store.place(clients), steps.long().cpu().numpy()
     factors = torch.from_numpy(coefficients(name, phases, int(made.max(initial=0)))[made]).to(table.device, table.dtype)
+    if table.device.type == "cpu":
+        goal, whose = table[:1, :0], torch.zeros(len(clients), dtype=torch.int64)
+        for name in targets:
+            sent = name in answer.shared or name in answer.personal
+            goal, whose = lying(answer, name, clients) if sent else (store.tensors[name], at)
+        both = table, goal.to(table.dtype).contiguous()
+        rows, pulling = (one.view(*one.shape[:2], math.prod(one.shape[2:])).numpy() for one in both)
+        none = np.zeros(len(clients), np.int64)
+        lists = (none, none, np.zeros(0, np.int32)) if spared is None else spared
+        move_rows(rows, at.numpy(), factors.numpy(), pulling, whose.numpy(), *lists)
+        return
     keep, toward = (factors[:, which].view(-1, *[1] * (table.dim() - 1)) for which in range(2))
     moved = table[at] * keep
     if targets:

@@ -6,7 +6,7 @@ import torch
 
 from fedbench.contract.algorithm import Algorithm, Answer, Tensors
 from fedbench.data.sampling import Samples
-from fedbench.parts.ridge import Lists, Ridge, solve_where_they_lie
+from fedbench.parts.ridge import Lists, solve_where_they_lie
 
 
 def rebuilt_in_place(algorithm: Algorithm, answer: Answer, samples: Samples, clients: int) -> Tensors | None:
@@ -16,15 +16,10 @@ def rebuilt_in_place(algorithm: Algorithm, answer: Answer, samples: Samples, cli
     sent = {name: value[:1] if name in algorithm.tables else value for name, value in answer.shared.items()}
     stage = algorithm.stages(sent)[0]
     # A client of one row shows what is private: it must be the vector that the kernel solves, and nothing besides.
-    if (
-        not isinstance(stage.fused, Ridge)
-        or stage.phases
-        or stage.max_samples
-        or algorithm.receive({}, sent).keys() - sent.keys() != {"user"}
-    ):
+    if stage.ridge is None or stage.phases or stage.max_samples or algorithm.receive({}, sent).keys() - sent.keys() != {"user"}:
         return None
-    lists = Lists(samples.ptr, samples.local, samples.label, samples.row_ptr, samples.row)
-    found = solve_where_they_lie(stage.fused, lists, answer.shared)
+    lists = Lists(samples.ptr[:-1], samples.ptr[1:], samples.local, samples.label, samples.row_ptr[:-1], samples.row)
+    found = solve_where_they_lie(stage.ridge, lists, answer.shared)
     user = found.new_zeros(clients, found.shape[1])
     user[torch.from_numpy(samples.clients)] = found
     return {"user": user}

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedbench.contract.algorithm import Algorithm, Answer, Tensors
+from fedbench.contract.randomness import Draw
 from fedbench.data.split import Split
 from fedbench.evaluation.baselines import training_pairs
-from fedbench.kernels import fused
 from fedbench.kernels.ranking import rank_unseen
-from fedbench.simulation import kernel_check
+from fedbench.simulation import forward, kernel_check
 from fedbench.simulation.blocks import pad
 from fedbench.simulation.client_store import ClientStore
-from fedbench.simulation.engine import place_of
 from fedbench.simulation.generic import vmapped
-from fedbench.simulation.own_tables import FULL_ROWS
+from fedbench.simulation.own_tables import rows_at_once
 from fedbench.simulation.sending import ALL, COMMON, NOTHING, reaching, sent_rows, sent_to, sent_whole
 
 MANY_SCORES = 1 << 20
@@ -37,23 +37,33 @@ def ranks_among(scores: Tensor) -> Tensor:
 class Evaluator:
     """Ranks every client's held-out items, among the sampled candidates and among all items it has not met; or predicts its ratings."""
 
-    def __init__(self, algorithm: Algorithm, split: Split, device: str, kernels: bool = True, own: range | None = None) -> None:
-        """own: the clients that are evaluated, all of them if not given; what is found for others means nothing."""
-        self.algorithm, self.split, self.device = algorithm, split, device
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        split: Split,
+        device: str,
+        kernels: bool = True,
+        own: range | None = None,
+        settles_ties: int | None = None,
+    ) -> None:
+        """own: the clients that are evaluated, all of them if not given; what is found for others means nothing.
+
+        settles_ties: a seed by which equal scores are put in a random order, in a control; ties count against the held-out item if None
+        """
+        self.algorithm, self.split, self.device, self.settles_ties = algorithm, split, device, settles_ties
         self.own = range(split.clients) if own is None else own
-        self.kernels = kernels and device == "cpu" and not kernel_check.overridden(algorithm, "fused_score")
-        self.checked: set[bool] = set()
-        """whether clients that were sent nothing, or something, have been scored by both paths, see kernel_check"""
+        self.kernels = forward.Kernels() if kernels and device == "cpu" else None
+        self.many: bool | None = None
+        """whether `score_clients` gives what `score` gives; None: not known yet"""
         self.how = "score"
         """the function that scores"""
-        self.ready: tuple[Answer, fused.Layers] | None = None
         self.at_start = np.zeros((4, 0), np.int64)
         """[4, U] sampled and full ranks of clients that never took part, 0 if not known yet; empty while there are none"""
 
     def reading(self, name: str) -> Evaluator:
-        """An evaluator of `score_<name>` in place of `score`; no kernel stands for it."""
+        """An evaluator of `score_<name>` in place of `score`."""
         other = copy.copy(self)
-        other.kernels, other.at_start, other.how = False, np.zeros((4, 0), np.int64), f"score_{name}"
+        other.at_start, other.how = np.zeros((4, 0), np.int64), f"score_{name}"
         return other
 
     def outcome(self, store: ClientStore, answer: Answer) -> dict[str, np.ndarray]:
@@ -84,25 +94,45 @@ class Evaluator:
         return torch.from_numpy(out).to(self.device), np.arange(out.shape[1]) < counts[:, None]
 
     def scores(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, items: Tensor | None = None) -> Tensor:
-        """[C, K] each client's scores of its K items, or of all of them: by a fused kernel where one fits."""
-        kernel_check.scoring(self, store, answer, clients, sent, items)
-        found = self.fused_scores(store, answer, clients, sent, items)
-        return self.mapped_scores(store, answer, clients, sent, items) if found is None else found
+        """[C, K] each client's scores of its K items, or of all of them: by a kernel where there is one."""
+        found = self.many_at_once(store, answer, clients, sent, items)
+        if found is not None:
+            return found
+        kernel = self.kernel(store, answer, clients, sent)
+        if kernel is None:
+            return self.mapped_scores(store, answer, clients, sent, items)
+        return self.kernel_scores(kernel, store, answer, clients, sent, items)
 
-    def fused_scores(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, items: Tensor | None) -> Tensor | None:
-        """Scores by a fused kernel, None where none fits."""
-        plan = self.algorithm.fused_score(sent) if self.kernels else None
-        if plan is None:
+    def many_at_once(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, items: Tensor | None) -> Tensor | None:
+        """Scores by the method's own function for many clients, compared with `score` before its first use; None if there is none."""
+        if self.kernels is None or self.how != "score" or not kernel_check.knows(type(self.algorithm), "score_clients", "score"):
             return None
-        store = store.lend(clients)
-        place = place_of(plan, clients.numpy(), answer, store, sent_users=sent)
-        ranked = np.arange(self.split.items)[None] if items is None else items.numpy()
-        if place:
-            return torch.from_numpy(fused.score(plan, place, ranked))
-        if isinstance(plan, fused.NeuMFBCE):
-            users = answer.personal[plan.user][answer.slot[clients]] if answer.slot is not None else store.read(clients)[plan.user]
-            return torch.from_numpy(self.layers(plan, answer).score(users.numpy(), ranked))
-        return None
+        given = store, answer, clients, sent, items
+        if self.many is None:
+            self.many = kernel_check.many_at_once(self, *given)
+        return self.scores_of_many(*given) if self.many else None
+
+    def scores_of_many(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, items: Tensor | None) -> Tensor:
+        theirs: Tensors = {}
+        if sent:
+            personal = {} if answer.slot is None else {name: value[answer.slot[clients]] for name, value in answer.personal.items()}
+            theirs = {**answer.shared, **personal}
+        return self.algorithm.score_clients(store.lend(clients).read(clients), theirs, items)
+
+    def kernel(self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool) -> forward.Kernel | None:
+        """The kernel that scores these clients, compared with the algorithm's own function before its first use; None if there is none."""
+        if self.kernels is None or not len(clients):
+            return None
+        agrees = partial(kernel_check.scoring, self, store, answer, clients, sent)
+        return self.kernels.fitting(self.algorithm, self.how, store, answer if sent else Answer(), agrees)
+
+    def kernel_scores(
+        self, kernel: forward.Kernel, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, items: Tensor | None
+    ) -> Tensor:
+        assert self.kernels is not None
+        asked = np.arange(self.split.items)[None] if items is None else np.ascontiguousarray(items.numpy())
+        given = clients.numpy(), answer if sent else Answer(), store.lend(clients)
+        return self.kernels.scores(kernel, *given, asked, self.split.items)
 
     def mapped_scores(
         self, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, items: Tensor | None, dtype: torch.dtype | None = None
@@ -116,12 +146,6 @@ class Evaluator:
         if dtype:
             own, theirs = kernel_check.in_type(own, dtype), kernel_check.in_type(theirs, dtype)
         return vmapped(getattr(self.algorithm, self.how), own, theirs)
-
-    def layers(self, plan: fused.NeuMFBCE, answer: Answer) -> fused.Layers:
-        """What all clients are sent, made ready to score with, once for all chunks of an evaluation."""
-        if self.ready is None or self.ready[0] is not answer:
-            self.ready = answer, fused.Layers.of(plan, {name: value.numpy() for name, value in answer.shared.items()})
-        return self.ready[1]
 
     def sampled_ranks(self, store: ClientStore, answer: Answer) -> dict[str, np.ndarray]:
         """{"val": [U], "test": [U]} among the sampled candidates."""
@@ -148,12 +172,22 @@ class Evaluator:
         split = self.split
         lists = (split.val_item[where, None], split.val_candidates[where], split.test_item[where, None], split.test_candidates[where])
         items = torch.from_numpy(np.concatenate(lists, axis=1).astype(np.int64)).to(self.device)
-        scores, width = self.scores(store, answer, clients, sent, items), 1 + split.val_candidates.shape[1]
+        scores, width = self.settled(self.scores(store, answer, clients, sent, items), where), 1 + split.val_candidates.shape[1]
         return torch.stack([ranks_among(scores[:, :width]), ranks_among(scores[:, width:])]).cpu().numpy()
 
     def _full(self, store: ClientStore, answer: Answer, clients: Tensor, where: np.ndarray, sent: bool) -> np.ndarray:
         """[2, C] ranks of the validation and test items of these clients among all items that they have not met."""
-        return ranks_among_unseen(self.scores(store, answer, clients, sent), self.split, where)
+        return ranks_among_unseen(self.settled(self.scores(store, answer, clients, sent), where), self.split, where)
+
+    def settled(self, scores: Tensor, clients: np.ndarray) -> Tensor:
+        """[C, K] -> [C, K]: in a control the places of the scores, equal ones in a random order: who knows nothing is then at chance."""
+        if self.settles_ties is None:
+            return scores
+        drawn = Draw(self.settles_ties, 0, clients, torch.float32, self.device).uniform("ties", scores.shape[1])
+        mixed = drawn.argsort(dim=1)
+        order = mixed.gather(1, scores.gather(1, mixed).argsort(dim=1, stable=True))
+        places = order.argsort(dim=1).to(torch.float64)
+        return torch.where(scores.isnan(), torch.nan, places)
 
     def _at_start(self, store: ClientStore, clients: Tensor) -> np.ndarray:
         """[4, C] sampled and full ranks of clients that never took part and are sent nothing. They stay, so they are found once."""
@@ -177,13 +211,14 @@ class Evaluator:
         if len(self.own) < self.split.clients:
             everyone = everyone[(everyone >= self.own.start) & (everyone < self.own.stop)]
         levels = sent_to(answer, everyone)
+        at_once = rows_at_once(self.algorithm.dim, self.device)
         for level in (ALL, COMMON, NOTHING):
             at = torch.from_numpy(np.flatnonzero(levels == level)).to(self.device)  # no mask: a device would have to count it first
             clients, sent = everyone[at], level != NOTHING
             fresh = store.fresh(clients)
-            light = fresh is None and self.kernels and self.algorithm.fused_score(sent) is not None
+            light = fresh is None and self.kernel(store, reaching(answer, level), clients, sent) is not None
             for some, rows in [(clients, width)] if fresh is None else [(clients[~fresh], width), (clients[fresh], self.split.items)]:
-                for chunk in some.split(max(1, (MANY_SCORES if light else FULL_ROWS) // rows)):
+                for chunk in some.split(max(1, (MANY_SCORES if light else at_once) // rows)):
                     if len(chunk):
                         yield chunk, reaching(answer, level), sent
 

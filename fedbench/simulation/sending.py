@@ -24,19 +24,27 @@ def bytes_down(answer: Answer, levels: np.ndarray, whole: Mapping[str, int] = NO
     personal = sum(
         whole.get(name, 1) * math.ceil(math.prod(t.shape[1:]) * number_size(t, bits.get(name)) / 8) for name, t in answer.personal.items()
     )
-    return int((levels != NOTHING).sum()) * shared + int((levels == ALL).sum()) * personal
+    instead = sum(math.ceil(t.numel() * number_size(t, bits.get(name)) / 8) for name, t in answer.instead.items())
+    return int((levels != NOTHING).sum()) * shared + int((levels == ALL).sum()) * personal + int((levels == COMMON).sum()) * instead
 
 
 def sent_to(answer: Answer, clients: Tensor) -> np.ndarray:
-    """[n] what reaches each of these clients: NOTHING, ALL of the answer, or what is COMMON to all because it has no row of its own."""
+    """[n] what reaches each of these clients: NOTHING, ALL of the answer, or what is COMMON to those that have no row of their own."""
     if answer.slot is None:
         return np.full(len(clients), ALL if answer.shared else NOTHING)
-    return np.where((answer.slot[clients] >= 0).cpu().numpy(), ALL, COMMON if answer.shared else NOTHING)
+    return np.where((answer.slot[clients] >= 0).cpu().numpy(), ALL, COMMON if answer.shared or answer.instead else NOTHING)
 
 
 def reaching(answer: Answer, level: int) -> Answer:
     """What reaches clients of a level, see `sent_to`."""
-    return (Answer(), answer, Answer(answer.shared))[level]
+    return (Answer(), answer, Answer({**answer.shared, **answer.instead}))[level]
+
+
+def lying(answer: Answer, name: str, clients: Tensor) -> tuple[Tensor, Tensor]:
+    """[X, ...] a tensor that was sent, where it lies, and [C] which of them is each client's."""
+    if name in answer.personal and answer.slot is not None:
+        return answer.personal[name], answer.slot[clients]
+    return answer.shared[name][None], clients.new_zeros(len(clients))
 
 
 def sent_rows(answer: Answer, clients: Tensor, rows: Tensor, tables: Collection[str]) -> Tensors:

@@ -10,6 +10,7 @@ tensors and JSON, nothing that is unpickled.
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
@@ -146,7 +147,9 @@ def speaks() -> bool:
 
 
 def leave(code: int) -> None:
-    """Disconnect. If the run failed, worker 0 ends first, with its message printed: torchrun ends all others as soon as one has ended."""
+    """Disconnect and end this worker; alone, nothing. If the run failed, worker 0 ends first, with its message printed: torchrun ends all
+    others as soon as one has ended.
+    """
     if not dist.is_initialized():
         return
     over = torch.zeros(1)
@@ -157,6 +160,12 @@ def leave(code: int) -> None:
         elif code and (waits := dist.irecv(over, 0, tag=OVER)):
             waits.wait(PATIENCE)
     dist.destroy_process_group()
+    # All is written. What is left is Python's own end, which now and then aborts where a thread of gloo's is still there, and torchrun
+    # would take that for a worker lost.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @contextmanager

@@ -212,9 +212,11 @@ def step(
 def sent_to(answer: Answer, client: int) -> Tensors:
     """What the server sends to one client."""
     sent = dict(answer.shared)
-    if answer.slot is not None and answer.slot[client] >= 0:
-        sent |= {name: value[answer.slot[client]] for name, value in answer.personal.items()}
-    return sent
+    if answer.slot is None:
+        return sent
+    if answer.slot[client] < 0:
+        return {**sent, **answer.instead}
+    return sent | {name: value[answer.slot[client]] for name, value in answer.personal.items()}
 
 
 def stack(algorithm: Algorithm, world: World, kept: Tensors, samples: Samples, uploaded: list[tuple[Tensor, Tensors]]) -> Uploads:
@@ -228,4 +230,6 @@ def stack(algorithm: Algorithm, world: World, kept: Tensors, samples: Samples, u
         else:
             tensors[name] = torch.stack([one[name] for _, one in uploaded])
     who = torch.from_numpy(samples.clients)
-    return Uploads(world, who, tensors, algorithm.travels_whole(world), algorithm.summed, bits=algorithm.bits(world))
+    return Uploads(
+        world, who, tensors, algorithm.travels_whole(world), algorithm.summed, bits=algorithm.bits(world), paired=algorithm.paired
+    )

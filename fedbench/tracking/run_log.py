@@ -329,6 +329,7 @@ def finished_order(out: Path, experiment: str, run_name: str = "", **tags: str) 
     usual = f"{summary['algo']}-{summary['dataset']}-{summary['protocol']}-s{summary['seed']}{fold}"
     known = {key: str(summary.get(key)) for key in ("protocol_fingerprint", "data_checksum", "dataset")}
     known |= {"leaky": "LEAKY" if summary["leaky"] else "no", "split": str(fields.get("split")), "algo": str(summary["algo"])}
+    known |= {"control": str(summary["control"].get("what"))} if "control" in summary else {}
     known |= {key: str(summary[key]) for key in ("plugin_sha256", "plugin_package") if summary.get(key)}
     order = order_of(out, config, env, {**known, **tags}, usual, experiment)
     return {**order, "run_name": run_name} if run_name else order

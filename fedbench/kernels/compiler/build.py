@@ -1,7 +1,7 @@
 """From text to compiled code. A kernel's text is kept in a file named by its hash, and numba keeps what it compiled beside it.
 
-The name covers all that a kernel depends on: the text, the sources of what it calls (compiled_kernels() is a folder for these very
-sources), the versions of numba, llvmlite and numpy, and the processor.
+The name covers all that a kernel depends on: the text, the sources of what it calls, the versions of numba, llvmlite and numpy, and the
+processor.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import numba
 import numpy as np
 from numba.core.registry import cpu_target
 
+DERIVED = "fedbench_derived"
+"""the package that kernels say they are of"""
 HEAD = '''"""Derived from {what} by fedbench/kernels/compiler; written anew when that changes."""
 
 import math
@@ -31,16 +33,17 @@ from fedbench.kernels.elementary import (
     exp_minus, exponential, hyperbolic_tangent, lanes_of, least, log1p, log_one_plus, most, sigmoid, sign,
 )
 from fedbench.kernels.layers import (
-    SQUARE, compiled, give_rows, mix_all, mix_onto, mix_onto_positive, mix_positive, padded, part, products, take_rows, zeros,
+    SQUARE, add_rows, compiled, copy, fetch, fetch_rows, give_rows, list_awake, listed_weights, mix_all, mix_onto, mix_onto_positive,
+    mix_positive, padded, part, part_rows, products, store_changes, store_rows, take_rows, zeros,
 )
 from fedbench.kernels.optimizers import (
     BETA1, BETA2, FORGET, add_momentum, add_pull, adamw, catch_up, corrections, first_steps, joined_slope, moments, pull, settled, sgd,
     square_of, steps as steps_of,
 )
-from fedbench.kernels.optimizers import paces as paces_of
+from fedbench.kernels.optimizers import paces as paces_of, rates as paces_at
 from fedbench.kernels.shuffling import permute
 from fedbench.kernels.vectors import (
-    WIDTH, across, cosine, logarithm, magnitude, pick, put, repeat, root, sine, spread, square_root, take,
+    WIDTH, across, cosine, logarithm, magnitude, pick, prefetch, put, repeat, root, sine, spread, square_root, take,
 )
 
 # {machine}
@@ -55,7 +58,9 @@ def machine() -> str:
     """What compiled code depends on besides its sources."""
     target = cpu_target.target_context.codegen().magic_tuple()
     facts = hashlib.sha256(repr(target).encode()).hexdigest()[:12]
-    return f"numba {numba.__version__}, llvmlite {llvmlite.__version__}, numpy {np.__version__}, processor {facts}"
+    ours = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(Path(__file__).parents[1].glob("*.py")))).hexdigest()[:12]
+    found = f"numba {numba.__version__}, llvmlite {llvmlite.__version__}, numpy {np.__version__}, processor {facts}"
+    return f"{found}, functions {ours}"
 
 
 def folder() -> Path:
@@ -74,7 +79,7 @@ def load(text: str) -> ModuleType:
         with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as made:
             made.write(text)
         os.replace(made.name, file)
-    name = f"fedbench_derived.{name}"
+    name = f"{DERIVED}.{name}"
     spec = importlib.util.spec_from_file_location(name, file, loader=SourceFileLoader(name, str(file)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -18,12 +18,8 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-LANE = "n"
-"""the axis of samples"""
-Axis = int | str
-Index = int | str | None
-"""of one axis in an element: a number, the text of one, or None for LANE"""
-Shape = tuple[Axis, ...]
+from fedbench.kernels.compiler.indices import LANE, Axis, Index, Shape, broadcast, linear, parted, plus, strides
+
 KNOWN_SUMS = {"weight": "size", "rows": "touched"}
 """sums over samples that need not be made: how many they are, and how many rows are held"""
 
@@ -69,57 +65,6 @@ def source(value: Value) -> Value:
     while value.op in ("view", "flat"):
         value = value.args[0]
     return value
-
-
-def strides(shape: Sequence[int]) -> list[int]:
-    """Of a row-major array."""
-    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-
-
-# ---- indices as numbers or text ----------------------------------------------------------------------------------------------
-
-
-def times(a: int | str, b: int | str) -> int | str:
-    if a == 0 or b == 0:
-        return 0
-    if a == 1 or b == 1:
-        return b if a == 1 else a
-    return a * b if isinstance(a, int) and isinstance(b, int) else f"{a} * {b}"
-
-
-def plus(a: int | str, b: int | str) -> int | str:
-    if a == 0 or b == 0:
-        return b if a == 0 else a
-    return a + b if isinstance(a, int) and isinstance(b, int) else f"({a} + {b})"
-
-
-def linear(index: Iterable[int | str], sizes: Sequence[int]) -> int | str:
-    """Place of an element in a row-major array."""
-    at: int | str = 0
-    for one, size in zip(index, sizes, strict=True):
-        at = plus(times(at, size), one)
-    return at
-
-
-def _parted(at: int | str, sizes: Sequence[int]) -> list[int | str]:
-    """The index of the element at a place of a row-major array."""
-    out: list[int | str] = []
-    for size in reversed(sizes[1:]):
-        out.append(at % size if isinstance(at, int) else f"({at} % {size})")
-        at = at // size if isinstance(at, int) else f"({at} // {size})"
-    return [at, *reversed(out)] if sizes else []
-
-
-def broadcast(*shapes: Shape) -> Shape:
-    """The shape that elementwise operations on these have."""
-    n = max(map(len, shapes))
-    out: list[Axis] = []
-    for axis in range(n):
-        sizes = {shape[axis - n + len(shape)] for shape in shapes if axis - n + len(shape) >= 0} - {1}
-        if len(sizes) > 1:
-            raise NotImplementedError(f"shapes {shapes}, which are not those of samples")
-        out.append(sizes.pop() if sizes else 1)
-    return tuple(out)
 
 
 FOLD: dict[str, Callable[..., float]] = {
@@ -178,7 +123,7 @@ class Graph:
                 rest = iter([one for one, n in zip(given, theirs, strict=True) if n != 1])
                 found = [0 if n == 1 else next(rest) for n in ours]
             else:
-                found = list(_parted(linear(given, theirs), ours))  # type: ignore[arg-type]
+                found = list(parted(linear(given, theirs), ours))  # type: ignore[arg-type]
             left = iter(found)
             return tuple(None if n == LANE else next(left) for n in old)
 
@@ -214,7 +159,9 @@ class Graph:
         if v.op == "mix" and axis == 1:
             return self.mm(v.args[0], self.slice(v.args[1], 1, start, stop))
         if v.op == "ew" and v.lane:
-            return self.ew(v.f, *(a if a.op == "const" else self.slice(self.expand(a, v.shape), axis, start, stop) for a in v.args))
+            return self.ew(
+                v.f, *(self.const(a.args[0]) if a.op == "const" else self.slice(self.expand(a, v.shape), axis, start, stop) for a in v.args)
+            )
         first = start
 
         def fn(index: tuple[Index, ...]) -> tuple[Index, ...]:
@@ -276,6 +223,8 @@ class Graph:
             return self.expand(args[1], shape)
         if f == "neg" and args[0].f == "neg":
             return args[0].args[0]
+        if f == "pick" and self.expand(args[2], shape) is self.expand(args[3], shape):
+            return self.expand(args[2], shape)
         if f == "add":
             pieces = [_pieces(self.expand(one, shape)) for one in args]
             if pieces[0] and pieces[1] and pieces[0][0] == pieces[1][0]:
@@ -309,6 +258,22 @@ class Graph:
             out = self.lane_sum(out, axis) if out.shape[axis] == LANE else self.feature_sum(out, axis)
         return self.reshape(out, (1 if axis in chosen else n for axis, n in enumerate(v.shape))) if keep else out
 
+    def largest(self, v: Value, axes: Sequence[int] | None, keep: bool) -> Value:
+        """The largest number along axes of features."""
+        chosen = sorted(axis % len(v.shape) for axis in (axes or range(len(v.shape))))
+        out = v
+        for axis in reversed(chosen):
+            if v.shape[axis] == LANE:
+                raise NotImplementedError("a maximum over samples or rows")
+            out = self.feature_max(out, axis)
+        return self.reshape(out, (1 if axis in chosen else n for axis, n in enumerate(v.shape))) if keep else out
+
+    def feature_max(self, v: Value, axis: int) -> Value:
+        shape = tuple(n for at, n in enumerate(v.shape) if at != axis)
+        if v.op == "const" or v.shape[axis] == 1:
+            return self.reshape(self.slice(v, axis, 0, 1), shape)
+        return self.make("feature_max", shape, (v,), axis=axis)
+
     def lane_sum(self, v: Value, axis: int) -> Value:
         """The sum over samples: uniform factors leave it, and a sum of products with weights is the product of the sums."""
         shape = tuple(n for at, n in enumerate(v.shape) if at != axis)
@@ -337,6 +302,11 @@ class Graph:
             return self.reshape(self.make("lane_sum", (), (self.reshape(v if scalar is None else scalar, (LANE,)),)), shape)
         if len(shape) != 1:
             raise NotImplementedError(f"a sum over samples of {len(shape)}-dimensional features")
+        layers = [p for p in parts if p.op == "mix"]
+        if len(layers) == 1 and len(parts) > 1 and axis == 0:  # a gate's: the weights times products that the layer's gradient needs too
+            a, weights = layers[0].args
+            both = self.prod(self.turned(a), self.product([p for p in parts if p is not layers[0]]))
+            return self.feature_sum(self.ew("mul", both, weights), 0)
         return self.make("column_sums", shape, (self.lying(v if v.shape[0] == LANE else self.turned(v)),))
 
     def _dropped(self, v: Value, axis: int, shape: Shape) -> Value:
@@ -379,7 +349,7 @@ class Graph:
             return self.make("uniform_mm", (a.shape[0], b.shape[1]), (a, b))
         k, n = int(b.shape[0]), int(b.shape[1])
         if a.op == "const":
-            raise NotImplementedError("a product of constants with weights")
+            return self.expand(self.ew("mul", a.args[0], self.feature_sum(b, 0)), (LANE, n))
         if a.op == "cat" and a.how["axis"] == 1:
             terms = [(self.slice(b, 0, *bounds), one) for bounds, one in zip(a.how["bounds"], a.args, strict=True) if not is_zero(one)]
             out = self.mm(terms[0][1], terms[0][0])
@@ -394,7 +364,7 @@ class Graph:
         parts = self.factors(a)
         uniform = [p for p in parts if is_uniform(p)]
         if uniform and len(uniform) < len(parts):
-            column = self.view(self.product(uniform), (k, 1), lambda index: (None, index[0]))
+            column = self.product([self.view(p, (k, 1), lambda index: (None, index[0])) for p in uniform])
             rest = self.product([p for p in parts if p not in uniform])
             return self.mm(rest, self.ew("mul", self.expand(column, (k, n)), b))
         if n == 1:
@@ -417,9 +387,15 @@ class Graph:
         parts = self.factors(b)
         uniform = [p for p in parts if is_uniform(p)]
         if uniform and len(uniform) < len(parts):
-            row = self.view(self.product(uniform), (1, n), lambda index: (None, index[1]))
+            row = self.product([self.view(p, (1, n), lambda index: (None, index[1])) for p in uniform])
             return self.ew("mul", self.prod(a, self.product([p for p in parts if p not in uniform])), row)
         return self.make("prod", (m, n), (self.lying(a), self.lying(b)))
+
+    def rows_of_categories(self, weights: Value, category: Value) -> Value:
+        """weights [G, d] or [G] -> [samples, d] or [samples]: the row that each sample's category has."""
+        wide = weights if len(weights.shape) == 2 else self.reshape(weights, (*weights.shape, 1))
+        found = self.make("gather", (LANE, wide.shape[1]), (self.lying(wide), category))
+        return self.reshape(found, (LANE, *weights.shape[1:]))
 
     def lying(self, v: Value) -> Value:
         """v, or a copy of it if its numbers do not lie evenly, those of a sample one after another."""

@@ -9,22 +9,29 @@ made anew where they are used and never written to memory.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from fedbench.kernels.compiler.graph import Graph, Value, is_uniform, same_numbers, source, strides
+from fedbench.kernels.compiler.graph import Graph, Value, is_uniform, is_zero, same_numbers, source
+from fedbench.kernels.compiler.indices import strides
+
+if TYPE_CHECKING:
+    from fedbench.kernels.compiler.keeping import Kept
 
 LEAVES = ("view", "flat", "const", "param", "table", "sample")
 BEFORE, LOOP, SUM = "before", "loop", "sum"
 """kinds of statements: before a pass over the samples, within it, and sums that are there after it"""
+WHOLE_BATCH = ("prod", "column_sums", "uniform_mm", "gather")
 CHEAP = ("mul", "neg", "sub", "add")
 
 
 class Affine(NamedTuple):
-    """x1 @ W1 + x2 @ W2 + … + bias, the positive part of it where a ReLU follows."""
+    """x1 @ W1 + x2 @ W2 + … + bias or base, the positive part of it where a ReLU follows."""
 
     mixes: list[Value]
     bias: Value | None
     relu: bool
+    base: Value | None = None
+    """what is made apart, see keeping.py"""
 
 
 class Piece(NamedTuple):
@@ -37,14 +44,20 @@ class Piece(NamedTuple):
 
 
 class Schedule:
-    def __init__(self, graph: Graph, outputs: dict[str, Value], at_the_end: Iterable[str] = ()) -> None:
-        """at_the_end: tables whose gradient is made in the last pass, where the optimizer uses it at once."""
+    def __init__(self, graph: Graph, outputs: dict[str, Value], at_the_end: Iterable[str] = (), found: Kept | None = None) -> None:
+        """at_the_end: tables whose gradient is made in the last pass, where the optimizer uses it at once. found: see keeping.py"""
         self.graph, self.outputs, self.at_the_end = graph, outputs, set(at_the_end)
+        self.there = found.there if found else set()
+        self.bases = found.bases if found else {}
         self.order = reached(outputs.values())
         self.uses: dict[int, int] = {}
         self.by: dict[int, set[str]] = {}
         self.affine: dict[int, Affine] = {}
         self.forced: set[int] = set()
+        self.gates: dict[int, Value] = {}
+        """slopes of units that are 0 wherever the unit sleeps -> the layer of these units"""
+        self.below_gate: dict[int, Value] = {}
+        """layers of which nothing but a gate is made -> that"""
         self.statements: list[Value] = []
         self.stage: dict[int, tuple[int, str]] = {}
         self.kept: set[int] = set()
@@ -53,6 +66,7 @@ class Schedule:
         self.piece_stage: list[int] = []
         self.count_uses()
         self.find_affine()
+        self.find_gates()
         self.find_statements()
         self.assign_stages()
 
@@ -111,16 +125,45 @@ class Schedule:
                 bias = row if bias is None else self.graph.ew("add", bias, row)
             self.affine[v.number] = Affine(terms[0], bias, relu)
             fold(v, v)
-        for mixes, bias, _ in self.affine.values():
+        for number in self.affine.keys() & self.bases.keys():
+            base, part = self.bases[number]
+            mixes, _, relu, _ = self.affine[number]
+            self.affine[number] = Affine([mix for mix in mixes if mix not in part.mixes], None, relu, base)
+            self.affine[base.number] = part
+        for mixes, bias, _, _ in self.affine.values():
             self.forced |= {source(one).number for mix in mixes for one in mix.args}
             if bias is not None:
                 self.forced.add(source(bias).number)
 
+    def find_gates(self) -> None:
+        """Slopes of a layer with a ReLU that nothing but layers and sums over samples read: those of units that sleep can be left out."""
+        for v in self.order:
+            if v.f == "pick" and v.size > 1 and len(v.shape) == 2 and is_zero(v.args[1]) and is_zero(v.args[3]):
+                layer = v.args[0]
+                if layer.shape == v.shape and layer.number in self.affine and self.affine[layer.number].relu:
+                    self.gates[v.number] = layer
+        for v in self.order:
+            if v.op not in ("view", "flat"):
+                gates = [(at, one, source(one).number) for at, one in enumerate(v.args) if isinstance(one, Value)]
+                gates = [(at, one, number) for at, one, number in gates if number in self.gates]
+                for at, one, number in gates:
+                    whole = one.number == number or (v.op, at) == ("prod", 0)
+                    reads = (v.op == "mix" and at == 0) or v.op in ("prod", "column_sums")
+                    if not (whole and reads and len(gates) == 1 and one.size == source(one).size):
+                        self.gates.pop(number, None)
+        for v in self.outputs.values():
+            self.gates.pop(source(v).number, None)
+        for v in self.order:
+            if v.number in self.gates:
+                affine = self.affine.get(v.args[2].number)
+                if affine and not affine.relu and affine.bias is None and self.uses[v.args[2].number] == 1:
+                    self.below_gate[v.args[2].number] = v
+
     def inputs(self, v: Value) -> list[Value]:
         """What must be there before v is made."""
         if v.number in self.affine:
-            mixes, bias, _ = self.affine[v.number]
-            return [one for mix in mixes for one in mix.args] + ([] if bias is None else [bias])
+            mixes, bias, _, base = self.affine[v.number]
+            return [one for mix in mixes for one in mix.args] + [one for one in (bias, base) if one is not None]
         return list(v.inputs)
 
     # ---- what is written down ----------------------------------------------------------------------------------------
@@ -137,10 +180,11 @@ class Schedule:
         if v.lane and v.size == 1:
             return True
         if v.lane:
-            if by & {"mix", "prod", "column_sums"} or v.number in self.forced:
+            if by & {"mix", "prod", "column_sums", "scatter"} or v.number in self.forced:
                 return True
             return self.uses.get(v.number, 0) > 1 and not self.cheap(v)
-        return v.size == 1 or bool(by & {"mix", "uniform_mm", "lane", "cat"}) or v.number in self.forced
+        dear = v.f not in CHEAP and "uniform" in by  # a root or an exponential would be found again for every use
+        return v.size == 1 or dear or bool(by & {"mix", "uniform_mm", "lane", "cat", "gather"}) or v.number in self.forced
 
     def cheap(self, v: Value) -> bool:
         return v.f in CHEAP and all(source(one).op in LEAVES or self.made(source(one)) for one in v.args)
@@ -149,7 +193,7 @@ class Schedule:
         seen: set[int] = set()
 
         def walk(v: Value) -> None:
-            if v.number in seen:
+            if v.number in seen or v.number in self.there:
                 return
             seen.add(v.number)
             for one in self.inputs(v):
@@ -186,21 +230,31 @@ class Schedule:
             return stage + 1 if made == LOOP and kind == BEFORE else stage
         return max((self.earliest(one, kind) for one in self.inputs(v)), default=0)
 
+    def kind(self, v: Value) -> str:
+        """When a statement runs; here, for a CPU, products over the whole batch come before a pass, because they are fastest alone."""
+        if v.op == "lane_sum":
+            return SUM
+        return BEFORE if v.number in self.affine or v.op in WHOLE_BATCH or not v.lane else LOOP
+
     def assign_stages(self) -> None:
         for v in self.statements:
-            whole_batch = v.number in self.affine or v.op in ("prod", "column_sums", "uniform_mm") or (v.op != "lane_sum" and not v.lane)
-            kind = BEFORE if whole_batch else LOOP
-            stage = max((self.earliest(one, kind) for one in self.inputs(v)), default=0)
-            self.stage[v.number] = (stage + 1, SUM) if v.op == "lane_sum" else (stage, kind)
+            kind = self.kind(v)
+            stage = max((self.earliest(one, BEFORE if kind == BEFORE else LOOP) for one in self.inputs(v)), default=0)
+            self.stage[v.number] = (stage + (kind == SUM), kind)
         stages = [self.earliest(piece.value, LOOP) for piece in self.pieces]
         self.last = max([stage for stage, _ in self.stage.values()] + stages, default=0)
-        self.piece_stage = [self.last if piece.name in self.at_the_end else stage for piece, stage in zip(self.pieces, stages, strict=True)]
+        end = self.end(stages)
+        self.piece_stage = [end if piece.name in self.at_the_end else stage for piece, stage in zip(self.pieces, stages, strict=True)]
         for piece, stage in zip(self.pieces, self.piece_stage, strict=True):
             self.keep(piece.value, stage, LOOP)
         for v in self.statements:
             stage, kind = self.stage[v.number]
             for one in self.inputs(v):
                 self.keep(one, *((stage - 1, LOOP) if kind == SUM else (stage, kind)))
+
+    def end(self, stages: list[int]) -> int:
+        """The stage in which gradients are made that are used at once; stages: the first ones in which the pieces can be."""
+        return self.last
 
     def keep(self, v: Value, stage: int, kind: str) -> None:
         """v is read at a stage: what it is made of must be kept if that was made in another pass."""
@@ -221,6 +275,23 @@ class Schedule:
         if v.number in self.stage:
             return set()
         return set().union(*(self.reads(one) for one in self.inputs(v)))
+
+
+class Tiles(Schedule):
+    """For a GPU. Sums over samples are made in the pass that makes their terms, but for those of outer products, and layers too."""
+
+    def kind(self, v: Value) -> str:
+        if v.op in ("lane_sum", "column_sums") or (v.op == "prod" and v.shape[0] == 1):
+            return SUM
+        return LOOP if v.lane else BEFORE
+
+    def end(self, stages: list[int]) -> int:
+        """The first pass after which nothing reads rows."""
+        for v in self.statements:
+            stage, kind = self.stage[v.number]
+            if kind != BEFORE or any(self.reads(one) for one in v.inputs):
+                stages = [*stages, stage - (kind == SUM)]
+        return max(stages, default=0)
 
 
 def reached(values: Iterable[Value]) -> list[Value]:

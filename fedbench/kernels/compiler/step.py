@@ -9,70 +9,48 @@ Arrays of samples lie in blocks: one feature of sixteen samples, the next featur
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
-from fedbench.kernels.compiler.graph import Graph, Index, Value, layout, linear, plus, same_numbers, source, strides, times
-from fedbench.kernels.compiler.schedule import BEFORE, LOOP, SUM, Affine, Schedule
+from fedbench.kernels.compiler.expressions import Constants, Expressions, array_name
+from fedbench.kernels.compiler.graph import Graph, Value, same_numbers, source
+from fedbench.kernels.compiler.indices import Index, linear, plus, strides, times
+from fedbench.kernels.compiler.keeping import Kept
+from fedbench.kernels.compiler.schedule import BEFORE, LOOP, SUM, Affine, Schedule, reached
 from fedbench.kernels.vectors import WIDTH
 
-SYMBOLS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
-LANES = {
-    "abs": "magnitude({0})", "pick": "pick({0}, {1}, {2}, {3})", "relu": "pick({0}, kind(0), {0}, kind(0))", "min": "least({0}, {1})",
-    "max": "most({0}, {1})", "sqrt": "root({0})", "exp": "exponential({0})", "log": "logarithm({0})", "log1p": "log1p({0})",
-    "sigmoid": "sigmoid({0})", "tanh": "hyperbolic_tangent({0})", "sign": "sign({0})", "sin": "sine({0})", "cos": "cosine({0})",
-    "copy": "{0}",
-}  # fmt: skip
-"""functions of Lanes; a number may stand in place of any argument"""
-PLAIN = {
-    "abs": "abs({0})", "pick": "({2} if {0} > {1} else {3})", "relu": "max({0}, kind(0))", "min": "min({0}, {1})", "max": "max({0}, {1})",
-    "sqrt": "np.sqrt({0})", "exp": "np.exp({0})", "log": "np.log({0})", "log1p": "np.log1p({0})", "tanh": "np.tanh({0})",
-    "sigmoid": "(kind(1) / (kind(1) + np.exp(-({0}))))", "sign": "np.sign({0})", "sin": "np.sin({0})", "cos": "np.cos({0})", "copy": "{0}",
-}  # fmt: skip
-"""functions of numbers"""
-LITERAL = (0.0, 1.0, -1.0, 2.0, 0.5)
-"""constants that are written as they are"""
+REDUCED = {"feature_sum": "({0} + {1})", "feature_max": "most({0}, {1})"}
+PLAIN_REDUCED = {"feature_sum": "({0} + {1})", "feature_max": "max({0}, {1})"}
+"""how values over features become one, those of sixteen samples and those of none"""
 
 
-def array_name(key: tuple[str, str]) -> str:
-    return f"{key[0][0]}_{key[1]}"
-
-
-class Constants:
-    """Numbers of the loss, which kernels take as an array."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def text(self, value: float) -> str:
-        if value in LITERAL:
-            return f"kind({value!r})"
-        for at, one in enumerate(self.values):
-            if one == value or (math.isnan(one) and math.isnan(value)):
-                return f"numbers[{at}]"
-        self.values.append(value)
-        return f"numbers[{len(self.values) - 1}]"
-
-
-class Step:
+class Step(Expressions):
     """Makes the text; afterwards `tables`, `params` say which arrays it reads, `acts` and `tmp` how much room it needs."""
 
-    def __init__(self, name: str, graph: Graph, outputs: dict[str, Value], constants: Constants, fused: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        graph: Graph,
+        outputs: dict[str, Value],
+        constants: Constants,
+        fused: Sequence[str] = (),
+        found: Kept | None = None,
+    ) -> None:
         """fused: tables that take their Adam step as the gradient is made, where nothing reads the rows afterwards."""
-        self.name, self.outputs, self.constants = name, outputs, constants
-        self.fused = self.fitting(Schedule(graph, outputs, fused), fused)
-        self.plan = Schedule(graph, outputs, self.fused)
-        self.acts = self.tmp = 0
+        super().__init__(outputs, constants)
+        self.name = name
+        self.found = found or Kept()
+        self.acts, self.tmp = self.found.acts, self.found.tmp
+        self.fused = self.fitting(Schedule(graph, outputs, fused, found), fused)
+        self.plan = Schedule(graph, outputs, self.fused, found)
         self.most_outs = WIDTH
-        self.tables: dict[tuple[str, str], int] = {}
-        self.params: dict[tuple[str, str], int] = {}
-        self.place: dict[int, tuple[str, str, Any]] = {}
-        """where made values are: ("lane", array, feature), ("uniform", array, place) or ("variable", name, 0)"""
-        self.now: dict[int, str] = {}
-        """variables of the pass that is being written"""
         self.direct: dict[int, tuple[str, int, int]] = {}
         """values that are written right where a gradient belongs"""
+        self.awake: dict[int, int] = {}
+        """layers with slopes of awake units alone -> where the list of these units is"""
+        self.listed = 0
+        """room that lists of awake units need"""
         self.text = self.written()
 
     @staticmethod
@@ -85,152 +63,42 @@ class Step:
                 found.append(name)
         return tuple(found)
 
-    # ---- places --------------------------------------------------------------------------------------------------------
-
-    def room(self, n: int) -> int:
-        self.acts += n
-        return self.acts - n
-
-    def aside(self, n: int) -> int:
-        self.tmp += -(-n // WIDTH) * WIDTH
-        return self.tmp - -(-n // WIDTH) * WIDTH
-
-    def width(self, name: str) -> int:
-        """Numbers in a row of an output."""
-        return self.outputs[name].size
-
-    def lying(self, v: Value) -> tuple[str, int, str]:
-        """Array, first feature and features a block of a value of samples whose features lie one after another."""
-        found = layout(v)
-        assert found is not None
-        at, first, _ = found
-        if at.op == "table":
-            self.tables[at.how["key"]] = at.size
-            return f"q_{array_name(at.how['key'])}", first, str(at.size)
-        if at.op == "sample":
-            return at.how["key"], 0, "1"
-        kind, array, base = self.place[at.number]
-        assert kind == "lane", at
-        return array, base + first, "ACTS" if array == "acts" else str(self.width(array[2:]))
-
-    def flat(self, v: Value) -> tuple[str, int, list[int]]:
-        """Array, first place and strides of a value without samples."""
-        found = layout(v)
-        assert found is not None
-        at, first, by = found
-        if at.op == "param" and at.how["key"][0] == "batch":
-            raise NotImplementedError("the number of samples as a weight of a layer")
-        if at.op == "param":
-            self.params[at.how["key"]] = at.size
-            return f"p_{array_name(at.how['key'])}", first, by
-        kind, array, base = self.place[at.number]
-        if kind == "variable":
-            to = self.aside(1)
-            self.lines.append(f"    tmp[{to}] = {array}")
-            return "tmp", to, by
-        return array, base + first, by
-
-    # ---- expressions -----------------------------------------------------------------------------------------------------
-
-    def x(self, v: Value, index: Sequence[Index], lane: bool) -> str:
-        """The text of an element of v; lane: of sixteen samples, in a pass."""
-        if v.op in ("view", "flat"):
-            return self.x(v.args[0], v.how["fn"](tuple(index)), lane)
-        if v.op == "const":
-            return self.constants.text(v.args[0])
-        if v.number in self.now:
-            return self.now[v.number]
-        at = linear([one for one in index if one is not None], v.features)
-        if v.op == "table":
-            self.tables[v.how["key"]] = v.size
-            name = array_name(v.how["key"])
-            return f"take(q_{name}, x_q_{name} + {times(at, WIDTH)})"
-        if v.op == "sample":
-            return f"take({v.how['key']}, s)"
-        if v.op == "param" and v.how["key"][0] == "batch":
-            return v.how["key"][1]
-        if v.op == "param":
-            self.params[v.how["key"]] = v.size
-            return f"{'repeat(' if lane else ''}p_{array_name(v.how['key'])}{f', {at})' if lane else f'[{at}]'}"
-        if v.number in self.place:
-            kind, array, base = self.place[v.number]
-            if kind == "variable":
-                return array
-            if kind == "lane":
-                return f"take({array}, x_{array} + {times(plus(base, at), WIDTH)})"
-            return f"repeat({array}, {plus(base, at)})" if lane else f"{array}[{plus(base, at)}]"
-        assert v.op == "ew", f"{v} was not made"
-        return self.applied(v, index, lane)
-
-    def applied(self, v: Value, index: Sequence[Index], lane: bool) -> str:
-        args = []
-        for one in v.args:
-            skip = len(v.shape) - len(one.shape)
-            here = [0 if n == 1 and v.shape[skip + axis] != 1 else index[skip + axis] for axis, n in enumerate(one.shape)]
-            args.append(self.x(one, here, lane))
-        if v.f in SYMBOLS:
-            return f"({args[0]} {SYMBOLS[v.f]} {args[1]})"
-        if v.f == "neg":
-            return f"(kind(0) - {args[0]})"
-        if lane and v.f == "exp" and (inner := minus_magnitude(v)) is not None:
-            return f"exp_minus({self.x(inner, index[len(index) - len(inner.shape) :], lane)})"
-        if lane and v.f == "log1p" and source(v.args[0]).f == "exp" and minus_magnitude(source(v.args[0])) is not None:
-            return f"log_one_plus({args[0]})"  # of a number from 0 to 1, for which the series is made
-        return (LANES if lane else PLAIN)[v.f].format(*args)
-
     # ---- statements ------------------------------------------------------------------------------------------------------
 
-    def looped(self, shape: Sequence[int | str], body: Callable[[tuple[Index, ...]], list[str]], indent: str) -> list[str]:
-        """A body within loops over all features."""
-        out: list[str] = []
-        index: list[Index] = []
-        for axis, n in enumerate(shape):
-            if not isinstance(n, int):
-                index.append(None)
-            elif n == 1:
-                index.append(0)
-            else:
-                out.append(f"{indent}for i{axis} in range({n}):")
-                indent += "    "
-                index.append(f"i{axis}")
-        return out + [indent + line for line in body(tuple(index))]
-
     def written(self) -> str:
-        self.lines: list[str] = []
         self.find_direct()
         plan = self.plan
+        for v in reached(plan.outputs.values()):
+            if v.number in self.found.there:
+                room = ("lane", "acts") if v.lane else ("uniform", "tmp")
+                self.place[v.number] = (*room, self.found.slots[v.number])
         for stage in range(plan.last + 1):
             for v in plan.statements:
                 if plan.stage[v.number] == (stage, BEFORE):
+                    first = len(self.lines)
                     self.before(v)
+                    if v.number in self.found.once:
+                        self.lines[first:] = ["    if anew:", *(f"    {line}" for line in self.lines[first:])]
             self.write_pass(stage)
         for name, v in self.outputs.items():
             if not v.lane and name != "loss":
                 self.store(v, f"g_{name}", 0, strides(v.features))
+        ending = self.ending()
+        head = [f"@compiled({INLINE})", f"def {self.name}({', '.join(self.given())}):", "    kind = acts.dtype.type"]
+        return "\n".join([*head, *self.lines, ending, "", ""])
+
+    def ending(self) -> str:
+        if "loss" not in self.outputs:
+            return "    return kind(0)"
         loss = self.x(self.outputs["loss"], [0] * len(self.outputs["loss"].shape), False)
+        return f"    return {loss}"
+
+    def given(self) -> list[str]:
+        """Names of what the function takes, in order."""
         moments = [text for name in self.fused for text in (f"m_{name}", f"v_{name}", f"pace_{name}")]
-        given = [
-            "blocks",
-            *self.arguments(),
-            *moments,
-            "label",
-            "weight",
-            "rows",
-            "acts",
-            "tmp",
-            "spare",
-            "nothing",
-            "ones",
-            "numbers",
-            "size",
-            "touched",
-        ]
-        head = [
-            f"@compiled({INLINE})",
-            f"def {self.name}({', '.join(given)}{', fresh, tiny' if self.fused else ''}):",
-            "    kind = acts.dtype.type",
-        ]
-        return "\n".join([*head, *self.lines, f"    return {loss}", "", ""])
+        samples, room = ["label", "weight", "rows"], ["acts", "tmp", "spare", "nothing", "ones", "numbers", "size", "touched"]
+        further = [*(["awake"] if self.listed else []), *(["anew"] if self.found.once else []), *(["fresh", "tiny"] if self.fused else [])]
+        return ["blocks", *self.arguments(), *moments, *samples, *room, *further]
 
     def arguments(self) -> list[str]:
         """Arrays of rows, tensors and gradients that the function takes."""
@@ -270,12 +138,16 @@ class Step:
         """A statement that comes before a pass."""
         if v.number in self.plan.affine:
             self.mix(v, self.plan.affine[v.number])
+            if any(layer is v for layer in self.plan.gates.values()):
+                self.find_awake(v)
         elif v.op in ("prod", "column_sums"):
             self.products(v)
+        elif v.op in ("gather", "scatter"):
+            self.categories(v)
         elif v.op == "uniform_mm":
             a, b = v.args
             m, n, k = int(v.shape[0]), int(v.shape[1]), int(a.shape[1])
-            at = self.aside(m * n)
+            at = self.kept_at(v)
             self.place[v.number] = ("uniform", "tmp", at)
             i, j = "i0" if m > 1 else 0, "i1" if n > 1 else 0
             summed = f"total += {self.x(a, (i, 'k'), False)} * {self.x(b, ('k', j), False)}"
@@ -285,15 +157,20 @@ class Step:
                 f"                {summed}",
                 f"            tmp[{at} + i0 * {n} + i1] = total",
             ]
-        elif v.op == "feature_sum":
+        elif v.op in REDUCED:
             self.uniform_sum(v)
         elif v.size == 1 and v.op != "cat":
             self.lines.append(f"    u{v.number} = kind({self.x_of(v, [0] * len(v.shape), False)})")
             self.place[v.number] = ("variable", f"u{v.number}", 0)
         else:
-            at = self.aside(v.size)
+            at = self.kept_at(v)
             self.store(v, "tmp", at, strides(v.features), own=True)
             self.place[v.number] = ("uniform", "tmp", at)
+
+    def kept_at(self, v: Value) -> int:
+        """Where v goes: among what phases keep for each other, or to room of its own."""
+        known = self.found.slots.get(v.number)
+        return known if known is not None else self.room(v.size) if v.lane else self.aside(v.size)
 
     def x_of(self, v: Value, index: Sequence[Index], lane: bool) -> str:
         """The text that makes an element of v, also if v has a place by now."""
@@ -307,9 +184,9 @@ class Step:
             inner = [*index[:axis], "k", *index[axis:]]
             to = linear([one for one in index if one is not None], v.features) if out else 0
             return [
-                "total = kind(0)",
-                f"for k in range({of.shape[axis]}):",
-                f"    total += {self.x(of, inner, False)}",
+                f"total = {self.x(of, [*index[:axis], 0, *index[axis:]], False)}",
+                f"for k in range(1, {of.shape[axis]}):",
+                f"    total = {PLAIN_REDUCED[v.op].format('total', self.x(of, inner, False))}",
                 f"tmp[{plus(at, to)}] = total",
             ]
 
@@ -320,13 +197,21 @@ class Step:
         """Layers of a network over the whole batch."""
         n = int(v.shape[1])
         self.most_outs = max(self.most_outs, n)
+        gate = self.plan.below_gate.get(v.number)
+        if gate is not None:
+            above = [f"few_{mix.args[0].number}" for mix in affine.mixes if mix.args[0].number in self.plan.gates]
+            asleep = f" if {' + '.join(above)} else 0" if len(above) == len(affine.mixes) else ""
+            self.lines.append(f"    few_{gate.number} = few_{self.plan.gates[gate.number].number}{asleep}")
         if v.number in self.direct:
             array, at, wide = self.direct[v.number]
             by = str(wide)
         else:
-            array, at, by = "acts", self.room(n), "ACTS"
+            array, at, by = "acts", self.kept_at(v), "ACTS"
             self.place[v.number] = ("lane", "acts", at)
         begin = "nothing, 0, 0"
+        onto = affine.base is not None
+        if affine.base is not None:
+            begin = f"acts, {self.place[affine.base.number][2] * WIDTH}, ACTS * {WIDTH}"
         if affine.bias is not None:
             bias, first, steps = self.flat(affine.bias)
             if n > 1 and steps != [1]:
@@ -338,12 +223,40 @@ class Step:
             a, weights = one.args
             values, feature, block = self.lying(a)
             w, w_at, (by_in, by_out) = self.flat(weights)
-            name = ("mix_onto" if k else "mix") + ("_positive" if affine.relu and k == len(affine.mixes) - 1 else "" if k else "_all")
+            ins, outs = str(a.shape[1]), str(n)
+            if a.number in self.plan.gates or gate is not None:
+                ins, outs, (w, w_at, by_out, by_in) = self.of_awake(one, gate, (w, w_at, by_out, by_in))  # type: ignore[assignment]
+            onto |= k > 0
+            name = ("mix_onto" if onto else "mix") + ("_positive" if affine.relu and k == len(affine.mixes) - 1 else "" if onto else "_all")
             start = f"{array}, {at * WIDTH}, {by} * {WIDTH}" if k else begin
             self.lines.append(
-                f"    {name}({values}, {feature * WIDTH}, {block} * {WIDTH}, {a.shape[1]}, {array}, {at * WIDTH}, {by} * {WIDTH}, {n}, "
+                f"    {name}({values}, {feature * WIDTH}, {block} * {WIDTH}, {ins}, {array}, {at * WIDTH}, {by} * {WIDTH}, {outs}, "
                 f"{start}, {w}, {w_at}, {by_out}, {by_in}, blocks)"
             )
+
+    def find_awake(self, layer: Value) -> None:
+        """The units of a layer that are not 0 for all samples: only these have slopes. They are listed, and slopes lie in that order."""
+        n, number, (_, array, at) = int(layer.shape[1]), layer.number, self.place[layer.number]
+        first, to = self.listed, self.aside(n)
+        self.awake[number], self.listed = first, first + n
+        self.lines.append(
+            f"    few_{number} = list_awake({array}, {at * WIDTH}, ACTS * {WIDTH}, {n}, blocks, ones, tmp, {to}, awake, {first})"
+        )
+
+    def of_awake(self, mix: Value, gate: Value | None, weights: tuple[Any, ...]) -> tuple[str, str, tuple[str, ...]]:
+        """How many inputs and outputs of a product of a layer are awake, and its weights among these: array, place and steps."""
+        a, gates, (array, at, by_out, by_in) = mix.args[0], self.plan.gates, weights
+        n, count, name = int(mix.shape[1]), int(a.shape[1]), f"w_{mix.number}"
+        ins, first_in = (f"few_{a.number}", self.awake[gates[a.number].number]) if a.number in gates else (str(count), -1)
+        outs, first_out = (f"few_{gate.number}", self.awake[gates[gate.number].number]) if gate is not None else (str(n), -1)
+        to = self.aside(n * count)
+        self.lines += [
+            f"    {name}, {name}_at, {name}_out, {name}_in = {array}, {at}, {by_out}, {by_in}",
+            f"    if {ins} < {count} or {outs} < {n}:",
+            f"        {name}, {name}_at, {name}_out, {name}_in = tmp, {to}, 1, {outs}",
+            f"        listed_weights({array}, {at}, {by_out}, {by_in}, awake, {first_out}, {outs}, {first_in}, {ins}, tmp, {to})",
+        ]
+        return ins, outs, (name, f"{name}_at", f"{name}_out", f"{name}_in")
 
     def products(self, v: Value) -> None:
         """Sums over samples of products."""
@@ -356,11 +269,38 @@ class Step:
             self.place[v.number] = ("uniform", "tmp", at)
         right, feature, block = self.lying(b)
         left, first, step = self.lying(a) if a is not None else ("ones", 0, "0")
+        gates = self.plan.gates
+        ups = str(m) if a is None or source(a).number not in gates else f"few_{source(a).number}"
+        count = str(n) if source(b).number not in gates else f"few_{source(b).number}"
         self.lines.append(f"    {array}[{at}:{at + int(m) * int(n)}] = 0")
         self.lines.append(
-            f"    products({left}, {first * WIDTH}, {step} * {WIDTH}, {m}, {right}, {feature * WIDTH}, {block} * {WIDTH}, {n}, "
+            f"    products({left}, {first * WIDTH}, {step} * {WIDTH}, {ups}, {right}, {feature * WIDTH}, {block} * {WIDTH}, {count}, "
             f"{array}, {at}, blocks, spare)"
         )
+        if a is not None and source(a).number in gates:
+            listed = f"awake, {self.awake[gates[source(a).number].number]}"
+            self.lines += [f"    if {ups} < {m}:", f"        part_rows({array}, {at}, {at}, {m}, {ups}, {n}, {listed})"]
+        if source(b).number in gates:
+            listed = f"awake, {self.awake[gates[source(b).number].number]}"
+            self.lines += [f"    if {count} < {n}:", f"        for u in range({int(m) - 1}, -1, -1):"]
+            self.lines += [f"            part_rows({array}, {at} + u * {count}, {at} + u * {n}, {n}, {count}, 1, {listed})"]
+
+    def categories(self, v: Value) -> None:
+        """Rows by the category of each sample, taken from a tensor or added to one, sample by sample."""
+        of, category = v.args
+        numbers, feature, block = self.lying(category)
+        every = ["for b in range(blocks):", f"    for s in range({WIDTH}):"]
+        row = f"int({numbers}[b * {block} * {WIDTH} + {feature * WIDTH} + s])"
+        if v.op == "gather":
+            (array, first, (by, step)), n, at = self.flat(of), int(v.shape[1]), self.room(v.size)
+            self.place[v.number] = ("lane", "acts", at)
+            text = f"acts[b * ACTS * {WIDTH} + ({at} + i) * {WIDTH} + s] = {array}[{first} + c * {by} + i * {step}]"
+        else:
+            (array, first, per), n, at = self.lying(of), of.size, self.aside(v.size)
+            self.place[v.number] = ("uniform", "tmp", at)
+            self.lines.append(f"    tmp[{at}:{at + v.size}] = 0")
+            text = f"tmp[{at} + c * {n} + i] += {array}[b * {per} * {WIDTH} + ({first} + i) * {WIDTH} + s]"
+        self.lines += ["    " + line for line in (*every, f"        c = {row}", f"        for i in range({n}):", f"            {text}")]
 
     def store(self, v: Value, array: str, at: int, by: Sequence[int], own: bool = False) -> None:
         """A value without samples to array[at + …]; own: it is being made, and has no place yet."""
@@ -395,7 +335,11 @@ class Step:
         self.now = {}
         for v in plan.statements:
             if plan.stage[v.number] == (stage, LOOP):
-                lines += self.in_pass(v, indent)
+                made = self.in_pass(v, indent)
+                if v.number in self.found.once:
+                    made = [f"{indent}if anew:", *(f"    {line}" for line in made)]
+                    del self.now[v.number]
+                lines += made
             elif plan.stage[v.number] == (stage + 1, SUM):
                 sums.append(v)
                 lines.append(f"{indent}t{v.number} = t{v.number} + {self.x(v.args[0], (None,), True)}")
@@ -424,6 +368,8 @@ class Step:
         self.now = {}
 
     def in_pass(self, v: Value, indent: str) -> list[str]:
+        if v.number in self.plan.gates:
+            return self.gate(v, indent)
         if v.op == "cat":
             at = self.room(v.size)
             self.place[v.number] = ("lane", "acts", at)
@@ -434,10 +380,10 @@ class Step:
                 for (low, _), one in zip(v.how["bounds"], v.args, strict=True)
                 for line in self.vector(one, "acts", at + low * by[axis], indent, by)
             ]
-        if v.op == "feature_sum" and v.size == 1:
+        if v.op in REDUCED and v.size == 1:
             lines = self.summed(v, indent)
             self.now[v.number] = f"f{v.number}"
-        elif v.op == "feature_sum":
+        elif v.op in REDUCED:
             return self.summed_vector(v, indent)
         elif v.size == 1:
             index = [None if not isinstance(n, int) else 0 for n in v.shape]
@@ -448,15 +394,31 @@ class Step:
             lines = self.vector(v, "acts", at, indent, own=True)
             self.place[v.number] = ("lane", "acts", at)
             return lines
-        if v.number in self.plan.kept:
-            at = self.room(1)
+        if v.number in self.plan.kept or v.number in self.found.slots:
+            at = self.kept_at(v)
             lines.append(f"{indent}put(acts, x_acts + {at * WIDTH}, lanes_of({self.now[v.number]}))")
             self.place[v.number] = ("lane", "acts", at)
         return lines
 
+    def gate(self, v: Value, indent: str) -> list[str]:
+        """Slopes of the units that are awake, one after another."""
+        layer, (unit, _, below, _) = self.plan.gates[v.number], v.args
+        at, few, first = self.room(v.size), f"few_{v.number}", self.awake[layer.number]
+        listed = below.number in self.plan.below_gate
+        if not listed:
+            self.lines.append(f"    {few} = few_{layer.number}")
+        slope = self.x(below, (None, "k1" if listed else "i1"), True)
+        self.place[v.number] = ("lane", "acts", at)
+        return [
+            f"{indent}for k1 in range({few}):",
+            f"{indent}    i1 = awake[{first} + k1]",
+            f"{indent}    put(acts, x_acts + ({at} + k1) * {WIDTH}, "
+            f"lanes_of(pick({self.x(unit, (None, 'i1'), True)}, kind(0), {slope}, kind(0))))",
+        ]
+
     def summed(self, v: Value, indent: str) -> list[str]:
-        """A sum over features, four sums at a time: one alone would wait for each of its products."""
-        of, axis = v.args[0], v.how["axis"]
+        """A sum or maximum over features, four at a time: one alone would wait for each of its terms."""
+        of, axis, join = v.args[0], v.how["axis"], REDUCED[v.op].format
         n, name = int(of.shape[axis]), f"f{v.number}"
         four = min(4, n)
 
@@ -468,9 +430,10 @@ class Step:
         whole = n // four * four
         if whole > four:
             lines.append(f"{indent}for j in range({four}, {whole}, {four}):")
-            lines += [f"{indent}    {name}_{r} = {name}_{r} + {at(plus('j', r))}" for r in range(four)]
-        lines += [f"{indent}{name}_0 = {name}_0 + {at(i)}" for i in range(whole, n)]
-        total = f"({name}_0 + {name}_1) + ({name}_2 + {name}_3)" if four == 4 else " + ".join(f"{name}_{r}" for r in range(four))
+            lines += [f"{indent}    {name}_{r} = {join(f'{name}_{r}', at(plus('j', r)))}" for r in range(four)]
+        lines += [f"{indent}{name}_0 = {join(f'{name}_0', at(i))}" for i in range(whole, n)]
+        parts = [f"{name}_{r}" for r in range(four)]
+        total = join(join(*parts[:2]), join(*parts[2:])) if four == 4 else reduce(join, parts)
         return [*lines, f"{indent}{name} = lanes_of({total})"]
 
     def summed_vector(self, v: Value, indent: str) -> list[str]:
@@ -481,7 +444,8 @@ class Step:
                 return self.x(of, [*index[:axis], k, *index[axis:]], True)
 
             to = plus(at, linear([one for one in index if one is not None], v.features))
-            lines = [f"total = lanes_of({element(0)})", f"for k in range(1, {of.shape[axis]}):", f"    total = total + {element('k')}"]
+            lines = [f"total = lanes_of({element(0)})", f"for k in range(1, {of.shape[axis]}):"]
+            lines.append(f"    total = {REDUCED[v.op].format('total', element('k'))}")
             return [*lines, f"put(acts, x_acts + {times(to, WIDTH)}, total)"]
 
         lines = self.looped(v.shape, body, indent)
@@ -534,11 +498,3 @@ class Step:
 
 LANE_INDEX: Any = object()
 INLINE = ""
-
-
-def minus_magnitude(v: Value) -> Value | None:
-    """x of exp(-|x|)."""
-    inner = source(v.args[0])
-    if inner.f == "neg" and source(inner.args[0]).f == "abs" and v.shape == v.args[0].shape == inner.shape == inner.args[0].shape:
-        return inner.args[0]
-    return None

@@ -11,16 +11,30 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
+from numba.core.errors import NumbaError, UnsupportedBytecodeError
 from torch import Tensor
-from torch._decomp import core_aten_decompositions
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 
-from fedbench.kernels.compiler.graph import LANE, Graph, Shape, Value, broadcast
+from fedbench.kernels.compiler.graph import Graph, Value, source
+from fedbench.kernels.compiler.indices import LANE, Shape, broadcast
+from fedbench.kernels.compiler.operations import (
+    COMPARE,
+    ELEMENTWISE,
+    EMPTY,
+    RESHAPES,
+    SAME_NUMBERS,
+    SHAPE_ALONE,
+    VIEWS,
+    not_in_place,
+    taken_apart,
+)
 from fedbench.kernels.compiler.weights import PLAIN, Degrees, NotLinear
 
 aten = torch.ops.aten
@@ -28,6 +42,12 @@ SAMPLES, ROWS = 1009, 2003
 """sizes of the two axes in examples"""
 ITEMS = "items"
 """the index of samples into touched rows"""
+MOST_CONSTANTS = 256
+"""numbers of a constant tensor that are written into a kernel"""
+MOST_FACTORS = 8
+"""powers up to this one are products"""
+WHOLE = "whole"
+"""ends the shape of a tensor of whole numbers, such as the category of each item"""
 Key = tuple[str, str]
 """("held" or "sent", name of a tensor), ("sample", label, weight or rows), or ("index", "items")"""
 
@@ -40,40 +60,70 @@ class Unsupported(Exception):
     """Something that kernels are not made of."""
 
 
-ELEMENTWISE: dict[Any, str] = {
-    aten.mul.Tensor: "mul", aten.add.Tensor: "add", aten.sub.Tensor: "sub", aten.div.Tensor: "div", aten.neg.default: "neg",
-    aten.abs.default: "abs", aten.exp.default: "exp", aten.log.default: "log", aten.log1p.default: "log1p", aten.relu.default: "relu",
-    aten.sigmoid.default: "sigmoid", aten.tanh.default: "tanh", aten.sqrt.default: "sqrt", aten.minimum.default: "min",
-    aten.maximum.default: "max", aten.sign.default: "sign", aten.sgn.default: "sign", aten.mul.Scalar: "mul", aten.div.Scalar: "div",
-    aten.add.Scalar: "add", aten.sub.Scalar: "sub", aten.sin.default: "sin", aten.cos.default: "cos",
-}  # fmt: skip
-COMPARE = {
-    aten.gt.Scalar: "gt", aten.gt.Tensor: "gt", aten.lt.Scalar: "lt", aten.lt.Tensor: "lt", aten.ge.Scalar: "ge", aten.ge.Tensor: "ge",
-    aten.le.Scalar: "le", aten.le.Tensor: "le",
-}  # fmt: skip
-SAME_NUMBERS = (aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
-RESHAPES = (aten.view.default, aten.unsqueeze.default, aten.squeeze.dims, aten.squeeze.dim, aten.squeeze.default, aten._unsafe_view.default,
-            aten.reshape.default)  # fmt: skip
-WHOLE = (aten.mm.default, aten.mv.default, aten.bmm.default, aten.dot.default, aten.select_backward.default, aten.slice_backward.default,
-         aten.sigmoid_backward.default, aten.tanh_backward.default, aten.embedding.default, aten.index_select.default)  # fmt: skip
-"""operations that are not taken apart: as they are, they say more"""
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Around a kernel's call, the first of which compiles it: what numba cannot compile is Unsupported."""
+    try:
+        yield
+    except (NumbaError, UnsupportedBytecodeError) as error:
+        said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise Unsupported(f"numba cannot compile it ({said})") from error
 
 
-def trace(function: Callable[..., Any], leaves: Mapping[Key, Tensor], names: Sequence[str]) -> tuple[Graph, dict[str, Value]]:
+def trace(
+    function: Callable[..., Any], leaves: Mapping[Key, Tensor], names: Sequence[str], graph: Graph | None = None
+) -> tuple[Graph, dict[str, Value]]:
     """The graph of a function of tensors, given in the order of `leaves`, that returns a list of tensors, called by `names`."""
-    table = {op: how for op, how in core_aten_decompositions().items() if op not in WHOLE}
     lines = Lines()
+    module = recorded(function, leaves, lines)
+    return Translation(module, leaves, lines, Graph() if graph is None else graph).translate(names)
+
+
+def recorded(function: Callable[..., Any], leaves: Mapping[Key, Tensor], lines: Lines) -> Any:
+    """Torch's record of a function, without what nothing is made of; `lines` remembers where operations come from."""
     try:
         with lines:
-            module = make_fx(function, decomposition_table=table)(*leaves.values())
+            module = make_fx(function, decomposition_table=taken_apart())(*leaves.values())
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         raise Unsupported(f"torch cannot record it: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
     module.graph.eliminate_dead_code()
-    return Translation(module, leaves, lines).translate(names)
+    return module
+
+
+def read(function: Callable[..., Any], leaves: Mapping[Key, Tensor]) -> list[set[Key]]:
+    """What each tensor that a function returns is made of, by whatever operations: the keys of its leaves.
+
+    Unsupported if the function looks at the numbers of tensors, changes one in place, or if how many rows there are is among its numbers.
+    """
+    fewer = {key: value[1:] if value.shape[:1] == (ROWS,) else value for key, value in leaves.items()}
+    (found, numbers), (_, others) = (_read(function, some) for some in (leaves, fewer))
+    if numbers != others:
+        raise Unsupported("the number of rows as a number")
+    return found
+
+
+def _read(function: Callable[..., Any], leaves: Mapping[Key, Tensor]) -> tuple[list[set[Key]], list[str]]:
+    """What outputs are made of, and the operations with all numbers in them."""
+    try:
+        *nodes, out = make_fx(function)(*leaves.values()).graph.nodes
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        raise Unsupported(f"torch cannot record it: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
+    keys, found, needed = iter(leaves), dict[Any, set[Key]](), {*out.all_input_nodes}
+    for node in nodes:
+        if node.op == "call_function" and getattr(node.target, "_schema", None) is not None and node.target._schema.is_mutable:
+            raise Unsupported("a change in place")
+        inputs = () if node.target in SHAPE_ALONE else node.all_input_nodes
+        found[node] = {next(keys)} if node.op == "placeholder" else set().union(*(found[one] for one in inputs))
+    for node in reversed(nodes):
+        if node in needed and node.target not in SHAPE_ALONE:
+            needed |= {*node.all_input_nodes}
+    return [found.get(one, set()) for one in out.args[0]], [node.format_node() for node in nodes if node in needed]
 
 
 def example(shape: Sequence[int | str], dtype: torch.dtype = torch.float64) -> Tensor:
     """A tensor to record with; "n" in a shape are touched rows."""
+    if shape[-1:] == (WHOLE,):
+        return example(shape[:-1], torch.int64)
     size = [ROWS if one == LANE else int(one) for one in shape]
     if any(one % prime == 0 for one in size if one != ROWS and one for prime in (SAMPLES, ROWS)):
         raise Unsupported(f"a tensor of shape {tuple(shape)}: {SAMPLES} and {ROWS} are used as marks")
@@ -97,32 +147,52 @@ class Lines(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.known: dict[str, str] = {}
+        self.made: dict[str, str] = {}
+        """by the name of what was recorded while the function ran, such as what torch makes a softmax of"""
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame: Any = sys._getframe(1)
         while frame is not None and OURS.search(frame.f_code.co_filename):
             frame = frame.f_back
+        mode = get_proxy_mode()
+        nodes: Any = mode.tracer.graph.nodes if mode is not None else ()
+        before = len(nodes)
+        found = function(*args, **(kwargs or {}))
         if frame is not None:
             code = frame.f_code
             said = f" ({os.path.basename(code.co_filename)}, line {frame.f_lineno}, in {code.co_name})"
             self.known[getattr(function, "__name__", "").strip("_")] = said
-        return function(*args, **(kwargs or {}))
+            if len(nodes) > before:
+                self.made |= {node.name: said for node in islice(reversed(nodes), len(nodes) - before)}
+        return found
 
-    def of(self, target: Any) -> str:
-        """The line that an operation comes from; "" if it is one that torch made of another."""
-        return self.known.get(str(target).split(".")[1].strip("_"), "") if "." in str(target) else ""
+    def of(self, node: Any) -> str:
+        """The line that an operation comes from; "" if it is one of a gradient that no function is named like."""
+        target = str(node.target)
+        return self.made.get(node.name) or (self.known.get(target.split(".")[1].strip("_"), "") if "." in target else "")
+
+
+def whose(node: Any) -> Any:
+    """The operation whose numbers a view shows."""
+    while node.op == "call_function" and node.target in VIEWS:
+        node = node.args[0]
+    return node
 
 
 class Translation:
     """Torch's record of one function, operation by operation."""
 
-    def __init__(self, module: Any, leaves: Mapping[Key, Tensor], lines: Lines) -> None:
+    def __init__(self, module: Any, leaves: Mapping[Key, Tensor], lines: Lines, graph: Graph) -> None:
         self.lines = lines
-        self.module, self.graph, self.degrees = module, Graph(), Degrees()
+        self.module, self.graph, self.degrees = module, graph, Degrees()
         self.values: dict[Any, Any] = {}
+        self.whole: set[Key] = set()
+        """tables of whole numbers"""
         places = [node for node in module.graph.nodes if node.op == "placeholder"]
         for node, (key, tensor) in zip(places, leaves.items(), strict=True):
             shape = marked(tensor.shape)
+            if not tensor.is_floating_point():
+                self.whole.add(key)
             if key[0] == "index":
                 self.values[node] = ITEMS
             elif key[0] == "sample":
@@ -139,7 +209,7 @@ class Translation:
                     self.values[node] = self.translated(node)
                 except (Unsupported, NotImplementedError, AssertionError, KeyError, IndexError) as error:
                     what = str(error) if isinstance(error, Unsupported | NotImplementedError) and str(error) else f"{node.target}"
-                    raise Unsupported(f"{what}{self.lines.of(node.target)}") from error
+                    raise Unsupported(f"{what}{self.lines.of(node)}") from error
         out = next(node for node in self.module.graph.nodes if node.op == "output").args[0]
         found = [self.values[one] if isinstance(one, torch.fx.Node) else self.graph.const(0.0) for one in out]
         return self.graph, dict(zip(names, found, strict=True))
@@ -147,7 +217,10 @@ class Translation:
     def constant(self, tensor: Tensor) -> Value:
         if tensor.numel() and bool((tensor == tensor.reshape(-1)[0]).all()):
             return self.graph.const(float(tensor.reshape(-1)[0]), marked(tensor.shape))
-        raise Unsupported("a constant tensor")
+        if not 0 < tensor.numel() <= MOST_CONSTANTS:
+            raise Unsupported(f"a constant tensor of more than {MOST_CONSTANTS} numbers")
+        each = [(at, at + 1, self.graph.const(float(one), (1,))) for at, one in enumerate(tensor.reshape(-1).tolist())]
+        return self.graph.reshape(self.graph.cat((len(each),), 0, each), marked(tensor.shape))
 
     def value(self, given: Any) -> Any:
         if isinstance(given, torch.fx.Node):
@@ -164,9 +237,17 @@ class Translation:
         made = node.meta.get("val")
         shape = marked(made.shape) if isinstance(made, Tensor) else ()
         if node.kwargs.get("alpha", 1) != 1:
-            raise Unsupported(f"{target} with alpha")
+            args[1] = self.graph.ew("mul", self.number(args[1]), self.number(node.kwargs["alpha"]))
         if target in SAME_NUMBERS or target is aten._to_copy.default:
             return args[0]
+        if target is aten.copy_.default or (target not in RESHAPES and not_in_place(target) is not None):
+            if self.read_later(node):
+                raise Unsupported("a change in place of what is read later")
+            if target is aten.copy_.default:
+                return self.graph.expand(args[1], shape)
+            target = not_in_place(target)
+        if target is aten.arange.start_step or target is aten.arange.default:
+            return self.constant(target(*node.args, dtype=torch.float64))
         for ways in (self.elementwise, self.choosing, self.shaping, self.gathering, self.summing, self.filling):
             found = ways(target, args, shape)
             if found is not None:
@@ -174,6 +255,15 @@ class Translation:
                     raise Unsupported(f"{target}: {found.shape} in place of {shape}")
                 return found
         raise Unsupported(f"{target}")
+
+    def read_later(self, node: Any) -> bool:
+        """Whether an operation reads what this one has written over, other than as this one's result."""
+        *before, _ = self.module.graph.nodes
+        order = {one: at for at, one in enumerate(before)}
+        written = whose(node.args[0])
+        return written.op == "placeholder" or any(
+            order.get(user, len(order)) > order[node] for one in before if whose(one) is written for user in one.users
+        )
 
     def number(self, given: Any) -> Value:
         """An argument that may be a plain number."""
@@ -189,7 +279,7 @@ class Translation:
         g = self.graph
         if target in ELEMENTWISE:
             return g.expand(g.ew(ELEMENTWISE[target], *map(self.number, args[:2])), shape)
-        if target is aten.pow.Tensor_Scalar and float(args[1]) in (-1.0, 0.5, 1.0, 2.0, 3.0, 4.0):
+        if target is aten.pow.Tensor_Scalar:
             return self.power(args[0], float(args[1]))
         if target is aten.rsqrt.default:
             return g.ew("div", 1.0, g.ew("sqrt", args[0]))
@@ -207,14 +297,15 @@ class Translation:
 
     def power(self, x: Value, exponent: float) -> Value:
         g = self.graph
-        if exponent == 0.5:
-            return g.ew("sqrt", x)
-        if exponent == -1.0:
-            return g.ew("div", 1.0, x)
-        out = x
-        for _ in range(int(exponent) - 1):
-            out = g.ew("mul", out, x)
-        return out
+        if exponent < 0:
+            return g.ew("div", 1.0, self.power(x, -exponent))
+        if exponent * 2 % 1:  # of a negative number torch finds nan too
+            return g.ew("exp", g.ew("mul", exponent, g.ew("log", x)))
+        if exponent > MOST_FACTORS:
+            half = self.power(x, float(exponent // 2))
+            return g.product([half, half, *([self.power(x, exponent % 2)] if exponent % 2 else [])])
+        factors = [x] * int(exponent) + [g.ew("sqrt", x)] * bool(exponent % 1)
+        return g.product(factors) if factors else g.const(1.0, x.shape)
 
     def choosing(self, target: Any, args: list[Any], shape: Shape) -> Value | None:
         """Comparisons are numbers, 1 where they hold: pick(x, y, a, b) is a where x > y, else b (also where one is not a number)."""
@@ -233,9 +324,9 @@ class Translation:
             return g.ew("pick", g.ew("abs", args[0]), -1.0, 0.0, 1.0)
         if target is aten.logical_not.default or target is aten.bitwise_not.default:
             return g.ew("sub", 1.0, args[0])
-        if target in (aten.logical_and.default, aten.logical_and_.default, aten.bitwise_and.Tensor):
+        if target in (aten.logical_and.default, aten.bitwise_and.Tensor):
             return g.ew("mul", *args[:2])
-        if target in (aten.logical_or.default, aten.logical_or_.default, aten.bitwise_or.Tensor):
+        if target in (aten.logical_or.default, aten.bitwise_or.Tensor):
             return g.ew("max", *args[:2])
         if target is aten.where.self:
             yes, no = (g.expand(self.number(one), broadcast(self.number(one).shape, shape)) for one in args[1:3])
@@ -310,30 +401,48 @@ class Translation:
                 index = [args[2]] if args[1] == 0 else None
             elif target is aten.embedding.default:
                 index = [args[1]]
+            if self.is_category(index) and not rows.lane:
+                return self.graph.rows_of_categories(rows, index[0])
             if index != [ITEMS] or rows.shape[:1] != (LANE,):
-                raise Unsupported("indexing by anything but batch.items")
+                raise Unsupported("indexing by anything but batch.items, or categories of items")
             if self.degrees.of(rows) - PLAIN:
                 raise Unsupported("batch.rows or batch.weight indexed by batch.items")
             return rows
         if target is aten.index_put.default:
-            if args[0].op != "const" or args[0].args[0] != 0 or args[1] != [ITEMS] or not (len(args) > 3 and args[3]):
+            if args[0].op != "const" or args[0].args[0] != 0 or not (len(args) > 3 and args[3]):
                 raise Unsupported("index_put")
+            if self.is_category(args[1]):
+                return self.graph.make("scatter", shape, (self.graph.lying(args[2]), args[1][0]))
+            if args[1] != [ITEMS]:
+                raise Unsupported("index_put by anything but batch.items, or categories of items")
             if any(weight != 1 for weight, _ in self.degrees.of(args[2])):
                 raise NotLinear("a gradient of rows that is not linear in batch.weight")
             return args[2]
         return None
+
+    def is_category(self, index: Any) -> bool:
+        """Whether an index is one whole number of each item."""
+        one = index[0] if isinstance(index, list) and len(index) == 1 else None
+        return isinstance(one, Value) and one.shape == (LANE,) and source(one).op == "table" and source(one).how["key"] in self.whole
 
     def summing(self, target: Any, args: list[Any], shape: Shape) -> Value | None:
         g = self.graph
         if target in (aten.sum.dim_IntList, aten.sum.default):
             axes = args[1] if len(args) > 1 and args[1] else None
             return g.sum(args[0], axes, len(args) > 2 and bool(args[2]))
-        if target is aten.mean.dim:
-            axes = [axis % len(args[0].shape) for axis in args[1]]
+        if target in (aten.mean.dim, aten.mean.default):
+            axes = [axis % len(args[0].shape) for axis in (args[1:] and args[1]) or range(len(args[0].shape))]
             if any(args[0].shape[axis] == LANE for axis in axes):
                 raise Unsupported("a mean over samples or rows, padding included; weigh by batch.weight or batch.rows")
             count = math.prod(int(args[0].shape[axis]) for axis in axes)
             return g.ew("div", g.sum(args[0], axes, len(args) > 2 and bool(args[2])), float(count))
+        if target is aten.amax.default:
+            return g.largest(args[0], args[1] if len(args) > 1 and args[1] else None, len(args) > 2 and bool(args[2]))
+        if target is aten.linalg_vector_norm.default and (len(args) < 2 or float(args[1]) in (1, 2)):
+            axes, keep = args[2] if len(args) > 2 and args[2] else None, len(args) > 3 and bool(args[3])
+            if len(args) > 1 and float(args[1]) == 1:
+                return g.sum(g.ew("abs", args[0]), axes, keep)
+            return g.ew("sqrt", g.sum(g.ew("mul", args[0], args[0]), axes, keep))
         if target is aten.mm.default:
             return g.mm(args[0], args[1])
         if target is aten.bmm.default:
@@ -348,7 +457,7 @@ class Translation:
         g = self.graph
         if target in (aten.full.default, aten.full_like.default):
             return g.const(args[1], shape)
-        if target in (aten.zeros_like.default, aten.new_zeros.default, aten.zeros.default):
+        if target in (aten.zeros_like.default, aten.new_zeros.default, aten.zeros.default, *EMPTY):
             return g.const(0, shape)
         if target in (aten.ones_like.default, aten.new_ones.default, aten.ones.default):
             return g.const(1, shape)

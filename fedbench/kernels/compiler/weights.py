@@ -27,7 +27,7 @@ class Degrees:
 
     def of(self, v: Value) -> Terms:
         if v.number not in self.known:
-            self.known[v.number] = self._of(v) if v.lane else PLAIN
+            self.known[v.number] = self._of(v) if v.lane or v.op == "const" else PLAIN
         return self.known[v.number]
 
     def _of(self, v: Value) -> Terms:
@@ -35,7 +35,7 @@ class Degrees:
             return frozenset() if is_zero(v) else PLAIN
         if v.op == "sample":
             return {"weight": frozenset({(1, False)}), "rows": frozenset({(0, True)})}.get(v.how["key"], PLAIN)
-        if v.op in SHAPE_ONLY or v.f == "neg":
+        if v.op in SHAPE_ONLY or v.f in ("neg", "copy"):
             return self.of(v.args[0])
         if v.op in ("cat",) or v.f in ("add", "sub"):
             return frozenset().union(*map(self.of, v.inputs))
@@ -66,7 +66,7 @@ class Degrees:
             if v.number in seen:
                 return
             seen.add(v.number)
-            if v.op in ("lane_sum", "column_sums"):
+            if v.op in ("lane_sum", "column_sums", "scatter"):
                 look(self.of(v.args[0]), "a sum over samples")
             elif v.op == "prod":
                 pairs = [(p, q) for p in self.of(v.args[0]) for q in self.of(v.args[1])]
