@@ -4,13 +4,17 @@ PY := .venv/bin/python
 PORT ?= 5000
 export MLFLOW_DISABLE_TELEMETRY := true
 
-.PHONY: run test golden bench test-browser test-gpu test-ray lint setup ui clean
+.PHONY: run test test-long golden bench test-browser test-gpu gpu-kernels test-ray lint setup ui clean
 
 run: setup
 	$(PY) train.py --algo fedem --dataset filmtrust --alpha 0.9
 
 test: setup lint
 	$(PY) -m pytest -n auto --dist worksteal
+
+# further cases, most of them with kernels of their own to compile
+test-long: setup
+	$(PY) -m pytest -m long -n auto --dist worksteal
 
 # every method computes what it did: all cases of tests/golden.py; the tests run some of them
 golden: setup
@@ -27,7 +31,12 @@ test-browser: setup
 # needs no GPU: Triton's interpreter runs the kernels, its compiler makes machine code of them
 test-gpu: setup
 	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements-gpu.txt
-	$(PY) -m pytest tests/test_fused_gpu.py -m gpu
+	$(PY) -m pytest tests/test_derived_gpu.py -m gpu
+
+# compiles the kernels for GPUs without one and writes their table in docs/performance.md
+gpu-kernels: setup
+	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements-gpu.txt
+	$(PY) -m fedbench.commands.gpu_kernels
 
 test-ray: setup
 	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements-ray.txt

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
 import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import numba
 import pytest
 import torch
 
+from fedbench.simulation.engine import Engine
 from fedbench.testing.small_federation import small_split as small_split
 from fedbench.testing.small_federation import without_samples as without_samples
 
@@ -26,6 +29,11 @@ os.environ.setdefault("FEDBENCH_MLFLOW_PATIENCE", "300")  # nor is it for a copy
 # Which plug-ins were run before is remembered for the tests alone, here and in child processes.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="fedbench-state-")
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What waits long for processes comes first: at the end the other workers would have nothing to do meanwhile."""
+    items.sort(key=lambda item: item.path.stem not in ("test_workers", "test_kills", "test_copier", "test_tracking", "test_finished"))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -41,3 +49,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     numba.set_num_threads(1)
     yield
+
+
+@pytest.fixture(autouse=True)
+def kernels_where_they_are_tested(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel takes seconds to compile. A test that is not about them (no mark `kernels`, no parameter `kernel`) runs the method's own
+    code, as with `--kernel off`. Processes that a test starts are left as they are.
+    """
+    case = getattr(request.node, "callspec", None)
+    if request.node.get_closest_marker("kernels") or (case and "kernel" in case.params):
+        return
+    make, given = Engine.__init__, inspect.signature(Engine.__init__)
+
+    def make_without(*args: Any, **named: Any) -> None:
+        found = given.bind(*args, **named).arguments
+        make(**{**found, "kernel": "off" if found.get("kernel", "auto") == "auto" else found["kernel"]})
+
+    monkeypatch.setattr(Engine, "__init__", make_without)

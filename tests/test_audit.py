@@ -8,6 +8,8 @@ import pytest
 
 from fedbench.__main__ import main
 from fedbench.commands.audit import candidates_unseen, held_out_apart, negatives
+from fedbench.contract.registry import algorithms
+from fedbench.settings.naming import CANARIES
 from tests.conftest import small_split
 
 SYNTHETIC = ["--dataset", "synthetic", "--users", "400", "--items", "300", "--interactions", "40"]
@@ -24,7 +26,7 @@ SYNTHETIC = ["--dataset", "synthetic", "--users", "400", "--items", "300", "--in
     ],
 )
 def test_what_the_audit_says(flags: list[str], code: int, leaks: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", *SYNTHETIC, *flags]) == code
+    assert main(["audit", *SYNTHETIC, "--algo", "none", *flags]) == code
     lines = capsys.readouterr().out.splitlines()
     found = [line.split("LEAK  ")[1] for line in lines if line.startswith("  LEAK")]
     assert len(found) == len(leaks) and all(one.startswith(leak) for one, leak in zip(found, leaks, strict=True))
@@ -37,6 +39,27 @@ def test_what_the_audit_says(flags: list[str], code: int, leaks: list[str], caps
         else "on validation"
     )
     assert any(line.endswith(f"choice of the round: {said}") for line in lines)
+
+
+def test_every_method_is_run_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", *SYNTHETIC, "--rounds", "2", "--kernel", "off"]) == 0
+    told = capsys.readouterr().out
+    names = [name for name, cls in algorithms().items() if cls.federated and name not in CANARIES]
+    assert len(names) > 10 and all(f"ok    {name} --no-server: HR@10" in told for name in names)
+
+
+def test_a_method_that_leaks_without_a_server_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    """The protocol's negatives leak; a shared table that never learns cannot show it, a client's own rows do."""
+    flags = ["--train-negatives", "leaky", "--algo", "fedem,fedease", "--recipe", "published", "--rounds", "4", "--kernel", "off"]
+    assert main(["audit", *SYNTHETIC, *flags]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines if "--no-server" in line] == [["LEAK", "fedem"], ["ok", "fedease"]]
+
+
+@pytest.mark.parametrize(("name", "said"), [("nobody", "nobody"), ("central_mf", "--no-server is for federated methods")])
+def test_a_method_that_cannot_be_audited_is_said(name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", *SYNTHETIC, "--algo", name]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_held_out_item_in_training_is_found() -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -22,6 +27,7 @@ from fedbench.errors import UsageError
 from fedbench.evaluation.metrics import ranking_metrics
 from fedbench.experiment import checkpoint, run, run_state
 from fedbench.experiment.summary import Best
+from fedbench.kernels.compiler import pool
 from fedbench.parts.central import Descent
 from fedbench.settings.command_line import resolve
 from fedbench.settings.config import RunConfig
@@ -34,7 +40,7 @@ MF = CentralMF(dim=6, batch_size=100, lr=0.02, l2=0.003, init_scale=0.3)
 NCF = CentralNCF(dim=4, layers=(8, 6, 3), batch_size=100, lr=0.02, l2=0.003, init_scale=0.3)
 ALS = CentralALS(dim=6, a0=0.2, l2=0.05)
 CENTRAL = [pytest.param(method, id=method.name) for method in (MF, NCF, ALS)]
-DESCENT = [pytest.param(MF, "auto", id="mf-kernel"), pytest.param(MF, "off", id="mf"), pytest.param(NCF, "auto", id="ncf")]
+DESCENT = [pytest.param(method, kernel, id=f"{method.name}-{kernel}") for method in (MF, NCF) for kernel in ("auto", "off")]
 
 
 def start(method: Central, dtype: torch.dtype = torch.float64, kernel: str = "auto") -> Federation:
@@ -55,13 +61,13 @@ def test_a_pool_holds_every_interaction_once_and_fresh_negatives() -> None:
     train = {(u, i) for u in range(parts.clients) for i in parts.train_item[parts.train_ptr[u] : parts.train_ptr[u + 1]].tolist()}
     pools = [pool_in(CentralMF(negatives=3), when) for when in (1, 2)]
     drawn = []
-    for pool in pools:
-        pairs = list(zip(pool.user.tolist(), pool.item.tolist(), strict=True))
-        positive = [pair for pair, label in zip(pairs, pool.label.tolist(), strict=True) if label == 1]
-        negative = [pair for pair, label in zip(pairs, pool.label.tolist(), strict=True) if label == 0]
+    for one in pools:
+        pairs = list(zip(one.user.tolist(), one.item.tolist(), strict=True))
+        positive = [pair for pair, label in zip(pairs, one.label.tolist(), strict=True) if label == 1]
+        negative = [pair for pair, label in zip(pairs, one.label.tolist(), strict=True) if label == 0]
         assert len(positive) == len(train) and set(positive) == train
         assert len(negative) == 3 * len(train) and not set(negative) & train
-        assert pool.user.tolist() != sorted(pool.user.tolist())
+        assert one.user.tolist() != sorted(one.user.tolist())
         drawn.append(sorted(negative))
     assert drawn[0] != drawn[1]
 
@@ -96,7 +102,7 @@ def test_descent_equals_modules_and_torch_optim(method: Descent, kernel: str) ->
     adam = torch.optim.Adam(module.parameters(), lr=method.lr)
     for round_ in range(1, ROUNDS + 1):
         losses = []
-        user, item, label = pool_in(method, round_)
+        user, item, label, _ = pool_in(method, round_)
         for at in range(0, len(user), method.batch_size):
             u, i, y = (column[at : at + method.batch_size] for column in (user, item, label))
             each = nn.functional.binary_cross_entropy_with_logits(module(u, i), y, reduction="none")
@@ -115,6 +121,90 @@ def test_descent_equals_modules_and_torch_optim(method: Descent, kernel: str) ->
     sent = {name: value for name, value in federation.server.items() if name != "user"} | {"user": federation.server["user"][client]}
     everything = torch.arange(small_split().items)
     torch.testing.assert_close(method.score({}, sent), module(torch.full_like(everything, client), everything).detach())
+
+
+@dataclass(frozen=True)
+class Other(Descent):
+    """A centralised method as one may write it; tests say by which formula."""
+
+    dim: int = 5
+    batch_size: int = 90
+    lr: float = 0.02
+    init_scale: float = 0.3
+    of: str = "bias"
+
+    def init_model(self, world: World, draw: Draw) -> Tensors:
+        n = 37 if self.of == "wide" else self.dim + 1
+        tables = {name: draw.normal(name, rows, n) * self.init_scale for name, rows in (("user", world.clients), ("items", world.items))}
+        return tables | {"scale": draw.normal("scale", n), "unused": draw.normal("unused", 3)}
+
+    def logits(self, model: Tensors, user: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        return FORMULAS[self.of](model, user, items)
+
+
+FORMULAS: dict[str, Callable[[Tensors, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "bias": lambda model, user, items: (user[:, :-1] * items[:, :-1]).sum(1) + items[:, -1],
+    "both": lambda model, user, items: (user * items).sum(1) - 2 * (user * user).sum(1),
+    "gate": lambda model, user, items: (torch.tanh(user * model["scale"]) * torch.relu(items)).sum(1),
+    "wide": lambda model, user, items: (user * items).sum(1),
+    "distance": lambda model, user, items: -((user - items) ** 2).sum(1),
+    "sorted": lambda model, user, items: (user.sort(1).values * items).sum(1),
+    "table": lambda model, user, items: (user * items).sum(1) + model["items"].mean(),
+    "batch": lambda model, user, items: (user * items).sum(1) + user.sum(),
+}
+REFUSED = {"sorted": r"sort.*\(test_central.py, line \d+", "table": "KeyError.*items", "batch": "a sum over the samples of a minibatch"}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("of", "l2"), [("both", 0.0), ("gate", 0.01), ("wide", 0.01), ("distance", 0.0)])
+def test_any_formula_has_a_kernel_that_equals_the_generic_path(of: str, l2: float, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fedbench")
+    method = Other(of=of, l2=l2)
+    fast, slow = start(method), start(method, kernel="off")
+    for _ in range(ROUNDS):
+        assert float(fast.next_round().loss) == pytest.approx(float(slow.next_round().loss), abs=1e-9)
+    assert fast.engine.derived is not None and not fast.engine.derived.off and "no kernel" not in caplog.text
+    assert_same(fast.server, slow.server, 1e-9)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("of", REFUSED)
+def test_what_kernels_are_not_made_of_takes_the_generic_path(of: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fedbench")
+    fast, slow = start(Other(of=of)), start(Other(of=of), kernel="off")
+    for _ in range(2):
+        fast.next_round(), slow.next_round()
+    assert re.search(f"no kernel, for .*{REFUSED[of]}", caplog.text) and caplog.text.count("no kernel") == 1
+    assert_same(fast.server, slow.server, 0)
+
+
+@pytest.mark.kernels
+def test_a_kernel_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fedbench")
+    right = pool.Kernel.train
+
+    def wrong(self: pool.Kernel, model: Any, moments: Any, samples: Any, plan: tuple[int, int, float]) -> float:
+        return right(self, model, moments, samples, (*plan[:2], 1.01 * plan[2]))
+
+    monkeypatch.setattr(pool.Kernel, "train", wrong)
+    fast, slow = start(MF), start(MF, kernel="off")
+    fast.next_round(), slow.next_round()
+    assert "central_mf: no kernel, for its numbers differ from the algorithm's own in" in caplog.text
+    assert_same(fast.server, slow.server, 0)
+
+
+@pytest.mark.kernels
+def test_a_kernel_and_the_generic_path_keep_the_same_moments() -> None:
+    """So that a run may go on with another --kernel."""
+    whole, other = start(NCF, kernel="off"), start(NCF)
+    for one in (whole, other):
+        one.next_round()
+    assert other.server["items/second"].abs().max() > 0
+    assert_same(other.server, whole.server, 1e-9)
+    whole.engine, other.engine = other.engine, whole.engine
+    for one in (whole, other):
+        one.next_round()
+    assert_same(other.server, whole.server, 1e-9)
 
 
 def als_by_loops(
@@ -174,9 +264,10 @@ def test_nobody_is_visited_and_nothing_travels(method: Central) -> None:
     assert federation.store.tensors == {}
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("method", CENTRAL)
 def test_resumes_bit_for_bit(method: Central, tmp_path: Path) -> None:
-    steady, stopped, fresh = (start(method, torch.float32) for _ in range(3))
+    steady, stopped, fresh = (start(method) for _ in range(3))
     for federation in (steady, stopped):
         federation.next_round()
         federation.next_round()
@@ -197,6 +288,7 @@ def test_a_round_leaves_what_it_was_given(method: Central) -> None:
     assert_same(server, before, 0)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("method", CENTRAL)
 def test_thread_count_does_not_matter(method: Central) -> None:
     servers = []

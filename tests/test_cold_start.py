@@ -124,11 +124,35 @@ def test_what_is_shared_stays_as_it_is_and_what_is_private_moves(algorithm: Algo
 
 
 @pytest.mark.parametrize(
-    "algorithm", [FedEM(), Local(), Random(), CentralMF(), FedAvgNCF(share_users=True)], ids=lambda algorithm: algorithm.name
+    "algorithm", [FedEM(floor=0.0), Local(), Random(), CentralMF(), FedAvgNCF(share_users=True)], ids=lambda algorithm: algorithm.name
 )
 def test_methods_without_a_shared_part_say_so_before_they_train(algorithm: Algorithm) -> None:
     with pytest.raises(UsageError, match=f"^{algorithm.name} "):
         new_users.check_before_training(algorithm, parts(), 0)
+
+
+@pytest.mark.parametrize("n", [None, 9], ids=["everybody", "some"])
+def test_fedem_sends_new_users_what_all_have_in_common(n: int | None) -> None:
+    some = parts()
+    new = some.cold_start
+    assert new is not None
+    algorithm = FedEM(dim=4, adapter=(8, 1), clients_per_round=n, merge="replace")
+    new_users.check_before_training(algorithm, some, 0)
+    federation = Federation.start(algorithm, some, 0, kernel="off")
+    federation.next_round()
+    server = federation.server
+    here = federation.visits > 0
+    common = federation.store.tensors["items"][torch.from_numpy(here)].mean(0)  # as they were uploaded
+    torch.testing.assert_close(server["common"], common)
+    without = {name: value for name, value in server.items() if name != "common"}  # a run that expected no new users
+    assert algorithm.for_new_users(without)["items"].shape == common.shape
+    found = new_users.metrics(federation.engine, server, new, rounds=1)
+    user = ClientStore(algorithm, world_of(new), Draw(0)).tensors["user"]  # stays as it is: the server has answered
+    ranks = []
+    for u, scores in enumerate(user @ common.T):
+        others = np.setdiff1d(new.test_candidates[u], new.test_item[u])
+        ranks.append(1 + int((scores[others] >= scores[new.test_item[u]]).sum()))
+    assert found["mrr"] == pytest.approx(np.mean(1 / np.array(ranks)), abs=1e-9)
 
 
 def test_popularity_needs_no_learning() -> None:
@@ -215,7 +239,7 @@ def test_a_history_file(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (f"train --algo fedem {DATA} --new-users 0.1 --out {{out}}", "fedem cannot serve users who were not in training"),
+        (f"train --algo fedem --floor 0 {DATA} --new-users 0.1 --out {{out}}", "fedem cannot serve users who were not in training"),
         (f"train --algo fedmf {DATA} --new-users 1 --out {{out}}", "--new-users must be a share below 1"),
         (f"train --algo fedrec_mf {DATA} --new-users 0.1 --out {{out}}", "--new-users is for rankings"),
         ("evaluate --new-users", "--run is missing"),

@@ -219,10 +219,18 @@ def rounds(algorithm: Algorithm, **engine: object) -> Iterator[tuple[Tensors, Te
         yield dict(server), {n: t.clone() for n, t in store.tensors.items()}, {n: t.clone() for n, t in flat.items()}, loss  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("block_rows", [40, 5000])
-@pytest.mark.parametrize("cls", EVERY, ids=lambda cls: cls.__name__)
-def test_the_engine_does_what_the_loop_does(cls: type[Algorithm], block_rows: int) -> None:
-    for found, expected in zip(rounds(cls(), block_rows=block_rows), rounds(cls()), strict=True):
+WITH_KERNELS = [Decayed, PulledToSent, Merging, KeepsHead, CommonAndPersonal]
+"""a kernel takes seconds to compile, and the others train as one of these does"""
+FURTHER = (KeepsHead, PulledToSent)
+
+
+@pytest.mark.parametrize(
+    ("cls", "kernel"),
+    [*((cls, "off") for cls in EVERY), *(pytest.param(cls, "auto", marks=[pytest.mark.long] * (cls in FURTHER)) for cls in WITH_KERNELS)],
+    ids=lambda of: getattr(of, "__name__", of),
+)
+def test_the_engine_does_what_the_loop_does(cls: type[Algorithm], kernel: str) -> None:
+    for found, expected in zip(rounds(cls(), kernel=kernel, block_rows=40), rounds(cls()), strict=True):
         for here, there in zip(found, expected, strict=True):
             torch.testing.assert_close(here, there, rtol=1e-9, atol=1e-9)
 
@@ -234,6 +242,7 @@ def test_the_cases_differ_from_each_other() -> None:
     assert len({round(float(table.norm()), 9) for table in kept}) >= len(EVERY) - 2  # SendsBoth and KeepsHead train as others do
 
 
+@pytest.mark.kernels
 def test_rates_for_each_name_come_from_one_gradient() -> None:
     """Two phases would take the second gradient after the first step."""
 

@@ -92,7 +92,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_both_guides_have_examples() -> None:
     """Every block of Python is a file that the tests below run."""
-    assert set(examples()) == {"item_bias.py", "my_mf.py", "fedrap.py", "pfedrec.py", "gpfedrec.py", "central_bias.py", "test_my_mf.py"}
+    named = {"item_bias.py", "my_mf.py", "my_fedrap.py", "my_pfedrec.py", "my_gpfedrec.py", "central_bias.py", "test_my_mf.py"}
+    assert set(examples()) == named
     assert all(re.match(r"# \w+\.py\n", block) for block in blocks(GUIDE, "python"))
     assert all(text.count("\n") < 120 for text in examples().values())
     assert examples()["my_mf.py"].count("\n") < 45
@@ -118,7 +119,7 @@ def test_an_example_passes_the_heart_of_check(name: str, folder: Path) -> None:
 
 
 def test_fedrap_as_published_equals_the_loop(folder: Path) -> None:
-    cls = registry.algorithm("fedrap.py")
+    cls = registry.algorithm("my_fedrap.py")
     fields = {**cls.published, "lr_items": 5.0, "dim": 4}  # rates of 200 magnify rounding
     AlgorithmTests().test_equals_the_loop(small_instance(cls(**fields)), "off")
 

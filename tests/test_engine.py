@@ -6,7 +6,6 @@ import shutil
 import threading
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import numba
 import numpy as np
@@ -25,8 +24,8 @@ from fedbench.algorithms.local import Local
 from fedbench.contract.algorithm import Algorithm, Answer, Batch, Phase, Tensors, World
 from fedbench.contract.randomness import Draw, keys
 from fedbench.data.sampling import Samples, sample_round
-from fedbench.kernels.fused import DotBCE, share_out
 from fedbench.kernels.shuffling import orders
+from fedbench.kernels.threads import share_out
 from fedbench.simulation import client_store as store_file
 from fedbench.simulation.blocks import ArrayPool, Block, blocks, pack
 from fedbench.simulation.client_store import ClientStore
@@ -251,9 +250,6 @@ class Twice(FedMF):
     def phases(self, sent: Tensors) -> tuple[Phase, ...]:
         return Phase(("user",), 0.05, "sgd"), Phase(("items",), 0.05)
 
-    def fused(self, sent: bool) -> Any:
-        return None
-
 
 class Clipped(FedMF):
     """A norm over two names. The penalty gives every row that is held a gradient, padding too."""
@@ -264,9 +260,6 @@ class Clipped(FedMF):
     def loss(self, held: Tensors, sent: Tensors, batch: Batch) -> Tensor:
         return super().loss(held, sent, batch) + 0.1 * (held["items"] ** 2).sum()
 
-    def fused(self, sent: bool) -> Any:
-        return None
-
 
 class ClippedSGD(Clipped):
     """Without Adam, whose steps hardly depend on a gradient's scale."""
@@ -275,6 +268,7 @@ class ClippedSGD(Clipped):
         return Phase(("user",), 0.5, "sgd", clip=0.02), Phase(("items",), 0.5, "sgd", clip=0.03)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("kind", [Twice, Clipped, ClippedSGD])
 def test_phases_with_their_own_optimizers_equal_the_loop(kind: type[FedMF]) -> None:
     parts = small_split()
@@ -298,10 +292,8 @@ class Decaying(Local):
     def phases(self, sent: Tensors) -> tuple[Phase, ...]:
         return (Phase(("user", "items"), 0.05, "adamw", weight_decay=0.7),)
 
-    def fused(self, sent: bool) -> Any:
-        return None
 
-
+@pytest.mark.kernels
 def test_weight_decay_meets_the_rows_that_no_sample_touches() -> None:
     """Against torch.optim.AdamW on each client's whole table, one client after another."""
     parts = small_split()
@@ -331,34 +323,13 @@ def test_weight_decay_meets_the_rows_that_no_sample_touches() -> None:
     torch.testing.assert_close(federation.store.tensors, kept, rtol=1e-9, atol=1e-9)
 
 
-class InBlocks(FedMF):
-    """Says nothing of its upload, so that the engine has to ask it, block by block."""
-
-    def fused(self, sent: bool) -> DotBCE:
-        return DotBCE(self.lr)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_training_in_place_equals_training_in_blocks_bit_for_bit(dtype: torch.dtype) -> None:
-    federations = [Federation.start(kind(**SMALL, clients_per_round=17), small_split(), 0, dtype=dtype) for kind in (FedMF, InBlocks)]
-    for _ in range(3):
-        placed, cut = (federation.next_round() for federation in federations)
-        assert torch.equal(placed.loss, cut.loss) and placed.updates == cut.updates
-        one, other = placed.uploads.rows("items"), cut.uploads.rows("items")
-        assert one.clients == other.clients
-        assert all(torch.equal(getattr(one, part), getattr(other, part)) for part in ("client", "item", "value"))
-    assert torch.equal(federations[0].store.tensors["user"], federations[1].store.tensors["user"])
-
-
-@pytest.mark.parametrize("dim", [3, 16, 21, 34])
-@pytest.mark.parametrize("kind", [FedMF, FedEM, FedAvgNCF])
+@pytest.mark.kernels
+@pytest.mark.parametrize(("kind", "dim"), [(FedMF, 35), pytest.param(FedEM, 5, marks=pytest.mark.long)])
 def test_kernels_of_any_dimension_equal_the_generic_path(kind: type[Algorithm], dim: int) -> None:
     """Kernels take numbers by fours and rows by sixteens: whatever is left over counts as well."""
     given: dict[str, Any] = {"dim": dim, "batch_size": 24, "local_epochs": 2}
     if kind is FedEM:
-        given["adapter"] = (2 * dim, 11, 3, 1)
-    if kind is FedAvgNCF:
-        given["dim"] = 2 * dim
+        given["adapter"] = (2 * dim, 11, 1)
     found = []
     for kernel in ("auto", "off"):
         federation = Federation.start(kind(**given), small_split(), 0, dtype=torch.float64, kernel=kernel)
@@ -366,21 +337,6 @@ def test_kernels_of_any_dimension_equal_the_generic_path(kind: type[Algorithm], 
             federation.next_round()
         found.append(federation.state())
     torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-9)
-
-
-@pytest.mark.parametrize("given", [{}, {"row_negatives": True}, {"train_user": "always"}, {"merge": "static", "row_negatives": True}])
-def test_a_gpu_kernel_is_given_no_plan_that_it_would_do_wrong(given: dict[str, Any]) -> None:
-    """It moves every row and the user: what spares some of them takes the generic path, with a mixture and without."""
-    federation = Federation.start(FedEM(**SMALL, adapter=(16, 8, 1), **given), small_split(), 0, kernel="off")
-    engine = federation.engine
-    engine.gpu_kernels, engine.compared = mock.Mock(), None  # one that trains nothing would be refused at its first use
-    engine.gpu_kernels.train.side_effect = lambda plan, held, codes, count, *_: (torch.zeros(len(count)), torch.zeros_like(count))
-    for _ in range(2):
-        federation.next_round()
-    for call in engine.gpu_kernels.train.call_args_list:
-        assert call.args[0] == DotBCE(0.1)
-    plain = given.get("row_negatives", False)  # until the server answers, the user is trained anyway
-    assert bool(engine.gpu_kernels.train.call_count) == plain
 
 
 def test_room_is_used_again_once_nobody_holds_it() -> None:
@@ -413,8 +369,11 @@ def test_samples_that_are_held_stay_as_they_are() -> None:
         assert torch.equal(rows.item, item)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
-    "algorithm", [FedAvgNCF(dim=32, local_epochs=2, lr=0.02, weight_decay=0.0, clip=0.0), FedMF(dim=8)], ids=lambda a: a.name
+    "algorithm",
+    [pytest.param(FedAvgNCF(dim=32, local_epochs=2, lr=0.02, weight_decay=0.0, clip=0.0), marks=pytest.mark.long), FedMF(dim=8)],
+    ids=lambda a: a.name,
 )
 def test_where_arrays_happen_to_lie_changes_nothing(algorithm: Algorithm) -> None:
     """The kernels' loops may run by vector or by scalar instructions, as the distance of two arrays tells them: with one result."""
@@ -461,9 +420,12 @@ def test_bytes_down_of_rounds() -> None:
     parts = small_split()
     shared = Federation.start(FedMF(**SMALL, clients_per_round=10), parts, 0)
     assert shared.next_round().bytes_down == 10 * parts.items * 8 * 4
-    personal = Federation.start(FedEM(**SMALL, adapter=(16, 8, 1), agg_ratio=0.5), parts, 0)
-    assert personal.next_round().bytes_down == 0
-    assert personal.next_round().bytes_down == parts.clients // 2 * parts.items * 8 * 4
+    a_table = parts.items * 8 * 4
+    half = parts.clients // 2
+    for floor, expected in ((0.0, half * a_table), (0.05, half * a_table + (parts.clients - half) * (a_table + 4))):
+        personal = Federation.start(FedEM(**SMALL, adapter=(16, 8, 1), agg_ratio=0.5, floor=floor), parts, 0)
+        assert personal.next_round().bytes_down == 0
+        assert personal.next_round().bytes_down == expected
 
 
 @pytest.mark.parametrize("make", [lambda: FEDEM, lambda: Local(**SMALL), lambda: FedEM(**SMALL, adapter=(16, 8, 1), same_start=False)])

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedbench.algorithms.fedease import FedEASE
 from fedbench.algorithms.fedmf import FedMF
 from fedbench.algorithms.local import Local
 from fedbench.commands import cli
@@ -22,6 +23,7 @@ from fedbench.contract.randomness import Draw
 from fedbench.contract.uploads import Uploads
 from fedbench.data.sampling import cohort_of, sample_round
 from fedbench.errors import UsageError
+from fedbench.evaluation.significance import from_chance
 from fedbench.experiment import checkpoint, prepare
 from fedbench.settings.command_line import resolve
 from fedbench.simulation.channel import SERVER, Hop, Trip
@@ -29,6 +31,7 @@ from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.engine import Engine
 from fedbench.simulation.failures import Failures, drawn
 from fedbench.simulation.federation import Diverged, Federation
+from fedbench.simulation.scoring import Evaluator
 from fedbench.testing import loop_engine
 from fedbench.testing.small_federation import SMALL, assert_same, flat
 from tests.conftest import small_split
@@ -121,9 +124,13 @@ def test_a_cap_on_weights_gives_way_when_few_answer() -> None:
 # ---- clients that finish less ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", ["auto", "off"])
+STRAGGLERS = [FedMF(**SMALL), fedem(stop_below=0.05), fedavg_ncf(average="cohort", weight_decay=0.3)]
+
+
 @pytest.mark.parametrize(
-    "algorithm", [FedMF(**SMALL), fedem(stop_below=0.05), fedavg_ncf(average="cohort", weight_decay=0.3)], ids=lambda a: a.name
+    ("algorithm", "kernel"),
+    [*((one, "off") for one in STRAGGLERS), (STRAGGLERS[0], "auto")],  # other kernels: the common tests
+    ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_stragglers_equal_the_loop(algorithm: Algorithm, kernel: str) -> None:
     world, draw = World(24, small_split().items), Draw(SEED, 0, None, torch.float64)
@@ -250,9 +257,6 @@ class Overflowing(FedMF):
         change = held["items"] - sent["items"]
         return {"items": torch.where(samples == samples.new_tensor(BUSIEST), change * math.inf, change)}
 
-    def fused(self, sent: bool) -> None:
-        """None: FedMF's kernel makes FedMF's upload."""
-
 
 COUNTS = small_split().train_counts * 5
 BUSIEST = float(COUNTS.max())
@@ -355,3 +359,67 @@ def failing_after(round_: int, work: Any) -> Any:
         return work(self)
 
     return call
+
+
+def test_without_a_server_clients_are_sent_what_it_starts_with() -> None:
+    """Round for round the samples of a run with a server, trained from the first table; bytes are counted as ever."""
+    heard, deaf = (Federation.start(FedMF(**SMALL), small_split(), SEED, failures=how) for how in (Failures(), Failures(no_server=True)))
+    first = {name: value.clone() for name, value in deaf.server.items()}
+    for _ in range(3):
+        heard.next_round(), deaf.next_round()
+    assert all(torch.equal(deaf.server[name], value) for name, value in first.items())
+    assert not torch.equal(heard.server["items"], first["items"])
+    assert (deaf.bytes_up, deaf.bytes_down) == (heard.bytes_up, heard.bytes_down) and deaf.bytes_up > 0
+    alone = FedMF(**SMALL)
+    store = ClientStore(alone, deaf.engine.world, Draw(SEED, 0, None))
+    for when in (1, 2, 3):
+        Engine(alone, deaf.engine.world, SEED).run_cohort(first, store, deaf.samples(when), when)
+    assert_same(dict(deaf.store.tensors), dict(store.tensors), 1e-6, "clients")
+
+
+def test_ties_are_at_chance_without_a_server() -> None:
+    """FedEASE scores all items alike then: with ties against the held-out item nobody would hit."""
+    split = small_split(400, 240, 20)
+    federation = Federation.start(FedEASE(), split, SEED, failures=Failures(no_server=True), kernel="off")
+    federation.next_round()
+    for ranks in (*federation.sampled_ranks().values(), *federation.full_ranks().values()):
+        assert len(np.unique(ranks)) > 50
+    assert abs(from_chance(federation.sampled_ranks()["test"], split.test_item, split.chance(10)).errors) < 3
+    federation.evaluator.settles_ties = None
+    assert (federation.sampled_ranks()["test"] == 100).all()
+
+
+def test_settled_ties_keep_the_order_of_scores() -> None:
+    evaluator = Evaluator(FedMF(), small_split(), "cpu", settles_ties=1)
+    scores = torch.tensor([[0.5, 0.5, -1.0, 2.0, 0.5, math.nan]]).repeat(3, 1)
+    places = evaluator.settled(scores, np.arange(3))
+    assert (places[:, 2] == 0).all() and (places[:, 3] == 4).all() and places[:, 5].isnan().all()
+    assert all(sorted(row[[0, 1, 4]].tolist()) == [1, 2, 3] for row in places) and len({tuple(row.tolist()[:5]) for row in places}) > 1
+    assert torch.equal(evaluator.settled(scores[1:2], np.array([1])).nan_to_num(), places[1:2].nan_to_num())
+
+
+def test_the_error_of_a_control_knows_clients_with_one_item() -> None:
+    """1,000 clients with 10 items between them that hit or miss together are 10 tosses of a coin, not 1,000."""
+    items = np.repeat(np.arange(10), 100)
+    ranks = np.where(items < 2, 1, 50)
+    found = from_chance(ranks, items, 0.1)
+    assert found.hit == 0.2 and math.isclose(found.error, math.sqrt(2 * 0.09**2 + 8 * 0.01**2))
+    assert found.errors < 1 and not found.leaks
+    apart = from_chance(ranks, np.arange(1000), 0.1)
+    assert apart.leaks and math.isclose(apart.error, math.sqrt(200 * 0.9**2 + 800 * 0.1**2) / 1000)
+
+
+def test_a_run_without_a_server_is_marked_and_has_a_hash_of_its_own(tmp_path: Path) -> None:
+    flags = ["--algo", "fedmf", "--dataset", "synthetic"]
+    usual, control = resolve(flags), resolve([*flags, "--no-server"])
+    assert "no_server" not in usual.identity() and control.identity()["no_server"] is True
+    assert usual.digest() != control.digest()
+    assert cli.main([*FEDMF.split(), "--no-server", "--out", str(tmp_path / "run")]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["control"]["what"] == "no server" and summary["notes"][0].startswith("CONTROL: the server never learnt")
+    assert not any("popularity" in note for note in summary["notes"])
+
+
+def test_a_centralised_method_has_no_server_to_leave_out() -> None:
+    with pytest.raises(UsageError, match="--no-server is for federated methods; central_mf has all data in one place"):
+        resolve(["--algo", "central_mf", "--dataset", "synthetic", "--no-server"])

@@ -25,6 +25,7 @@ from fedbench.evaluation.metrics import ranking_metrics
 from fedbench.kernels.mixing import signatures
 from fedbench.kernels.shuffling import orders
 from fedbench.simulation.federation import Federation
+from fedbench.simulation.sending import COMMON, reaching
 from tests.conftest import small_split
 
 SEED, ROUNDS = 3, 3
@@ -116,10 +117,11 @@ def of_client(samples: Samples, c: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(rows[samples.local[at]].astype(np.int64)), torch.from_numpy(samples.label[at]).double()
 
 
-def oracle(recipe: FedEM, parts: Split, start: dict[str, Tensor]) -> tuple[list[Client], dict[int, Tensor]]:
-    """All clients, and the table that the server holds for some, after the last round."""
+def oracle(recipe: FedEM, parts: Split, start: dict[str, Tensor]) -> tuple[list[Client], dict[int, Tensor], Tensor | None]:
+    """All clients, the table that the server holds for some, and the one for all others, after the last round."""
     clients = [Client(start["user"][u], start["items"][u], start["adapter"][u], recipe.adapter) for u in range(parts.clients)]
     tables: dict[int, Tensor] = {}
+    common: Tensor | None = None
     for round_ in range(1, ROUNDS + 1):
         cohort = cohort_of(round_, parts.clients, recipe.clients_per_round or parts.clients, recipe.sampling, SEED)
         samples = sample_round(parts, cohort, recipe.negatives, SEED, round_)
@@ -136,48 +138,45 @@ def oracle(recipe: FedEM, parts: Split, start: dict[str, Tensor]) -> tuple[list[
             clients[u].train_locally(item, label, shuffles, tables.get(u), recipe)
         picked = Draw(SEED, round_).subset("aggregated", len(cohort), max(1, int(len(cohort) * recipe.agg_ratio))).numpy()
         uploaded = [clients[u].items.weight.detach() for u in cohort[picked]]
-        for u in cohort.tolist():
+        for u in cohort.tolist() if not recipe.floor else ():
             tables.pop(u, None)  # it has come for its table; the others' tables wait
-        tables |= dict(zip(cohort[picked].tolist(), mixtures(uploaded, samples.counts[picked], recipe), strict=True))
-    return clients, tables
+        mixed = mixtures(uploaded, samples.counts[picked], recipe)
+        if recipe.floor:  # these rounds reach 20 of all clients, or fewer
+            reached = len(picked) / parts.clients
+            mean, new = torch.stack(uploaded).mean(0), max(1 / round_, reached)
+            common = mean if common is None else (1 - new) * common + new * mean
+            mixed = [one + recipe.common * (1 - reached) * (common - one) for one in mixed]
+        tables |= dict(zip(cohort[picked].tolist(), mixed, strict=True))
+    return clients, tables, common
 
 
 def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("kernel", ["auto", "off"])
-@pytest.mark.parametrize(
-    ("recipe", "protocol"),
-    [
-        (FedEM(**{**SMALL, "batch_size": FedEM.batch_size}), "clean"),
-        (FedEM(**SMALL, agg_ratio=0.5, floor=0.4), "clean"),
-        (FedEM(**SMALL, agg_ratio=0.05), "clean"),
-        (FedEM(**SMALL, row_negatives=True), "clean"),
-        (FedEM(**SMALL, train_user="always", stop_below=0.1, alpha=0.1, same_start=False), "clean"),
-        (FedEM(**SMALL, exclude_self=False, objective="code"), "clean"),
-        (FedEM(**{**FedEM.published, **SMALL}), "published"),
-        (FedEM(**{**FedEM.published, **SMALL, "agg_ratio": 0.5}), "published"),
-        (FedEM(**{**FedEM.published, **SMALL, "row_negatives": False, "train_user": "first"}), "published"),
-    ],
-    ids=[
-        "clean",
-        "clean, half aggregated",
-        "clean, one aggregated",
-        "clean, row negatives",
-        "clean, user always, stops early",
-        "clean, weights of the code",
-        "published",
-        "published, half aggregated",
-        "published, clean rows",
-    ],
-)
-def test_equals_the_engine(recipe: FedEM, protocol: str, kernel: str) -> None:
+RECIPES = {
+    "clean": FedEM(**{**SMALL, "batch_size": FedEM.batch_size}),
+    "clean, half aggregated": FedEM(**SMALL, agg_ratio=0.5, floor=0.4),
+    "clean, one aggregated": FedEM(**SMALL, agg_ratio=0.05),
+    "clean, nothing in common": FedEM(**SMALL, floor=0.0),
+    "clean, row negatives": FedEM(**SMALL, row_negatives=True),
+    "clean, user always, stops early": FedEM(**SMALL, train_user="always", stop_below=0.1, alpha=0.1, same_start=False),
+    "clean, weights of the code": FedEM(**SMALL, exclude_self=False, objective="code"),
+    "published": FedEM(**{**FedEM.published, **SMALL}),
+    "published, half aggregated": FedEM(**{**FedEM.published, **SMALL, "agg_ratio": 0.5}),
+    "published, clean rows": FedEM(**{**FedEM.published, **SMALL, "row_negatives": False, "train_user": "first"}),
+}
+
+
+# other kernels are compared with the loop, tests/test_algorithms.py
+@pytest.mark.parametrize(("case", "kernel"), [(case, "off") for case in RECIPES])
+def test_equals_the_engine(case: str, kernel: str) -> None:
+    recipe, protocol = RECIPES[case], case.split(",")[0]
     parts = small_split(protocol=protocol)
     recipe = replace(recipe, clients_per_round=min(20, parts.clients - 2))
     federation = Federation.start(recipe, parts, SEED, dtype=torch.float64, kernel=kernel)
     start = {name: value.clone() for name, value in federation.store.tensors.items()}
-    clients, tables = oracle(recipe, parts, start)
+    clients, tables, common = oracle(recipe, parts, start)
     for _ in range(ROUNDS):
         federation.next_round()
     kept = federation.store.tensors
@@ -189,17 +188,52 @@ def test_equals_the_engine(recipe: FedEM, protocol: str, kernel: str) -> None:
     assert set((slot >= 0).nonzero()[:, 0].tolist()) == tables.keys()
     for u, table in tables.items():
         close(federation.server["tables"][slot[u]], table)
+    assert ("common" in federation.server) == (common is not None)
+    if common is None:
+        return
+    close(federation.server["common"], common)
+    without = torch.tensor([u for u in range(parts.clients) if u not in tables], dtype=torch.int64)
+    assert len(without) or recipe.agg_ratio == 1
+    answer = federation.algorithm.at(ROUNDS, federation.engine.world).answer(federation.server)
+    found = federation.evaluator.scores(federation.store, reaching(answer, COMMON), without, True)
+    for u, scores in zip(without.tolist(), found, strict=True):
+        close(scores, (clients[u].merged(torch.arange(parts.items), common) @ clients[u].user).detach())
 
 
 def test_a_table_waits_for_its_client() -> None:
     """With a queue a client comes back only after all others; what the server mixed for it must still be there."""
     parts = small_split()
     federation = Federation.start(replace(FedEM(**SMALL), clients_per_round=parts.clients // 2, sampling="queue"), parts, SEED)
+    a_table_each = parts.clients // 2 * parts.items * federation.algorithm.dim * 4
     federation.next_round()
     federation.next_round()
-    assert federation.bytes_down == 0 and (federation.server["slot"] >= 0).sum() == 2 * (parts.clients // 2)
+    a_word_each = parts.clients // 2 * 4
+    assert federation.bytes_down == a_table_each + a_word_each, "who has no mixture is sent the common table"
+    assert (federation.server["slot"] >= 0).sum() == 2 * (parts.clients // 2)
     federation.next_round()
-    assert federation.bytes_down == parts.clients // 2 * parts.items * federation.algorithm.dim * 4
+    assert federation.bytes_down == 2 * a_table_each + a_word_each, "who has a mixture is not sent the common table"
+
+
+def test_one_mixture_for_all_is_kept_once() -> None:
+    recipe = replace(FedEM(**SMALL), clients_per_round=4, sampling="queue", alpha=0.0)
+    federation = Federation.start(recipe, small_split(), SEED, kernel="off")
+    for _ in range(3):
+        federation.next_round()
+    assert (federation.server["slot"] >= 0).sum() == 12 and len(federation.server["tables"]) == 3
+
+
+def test_there_is_no_common_table_while_rounds_reach_everybody() -> None:
+    federation = Federation.start(FedEM(**{**SMALL, "clients_per_round": None}), small_split(), SEED, kernel="off")
+    federation.next_round()
+    assert federation.server.keys() == {"tables", "slot"}
+
+
+def test_a_state_from_before_the_common_table_goes_on() -> None:
+    federation = Federation.start(FedEM(**SMALL), small_split(), SEED, kernel="off")
+    federation.next_round()
+    del federation.server["common"]
+    federation.next_round()
+    assert federation.server["common"].shape == (federation.split.items, federation.algorithm.dim)
 
 
 def after(recipe: FedEM, rounds: int = 3) -> dict[str, float]:

@@ -57,7 +57,7 @@ class Paper:
 
 
 @pytest.mark.parametrize("fields", [{"rho": 0}, {"rho": 2, "filling": "average"}, {"rho": 2, "hybrid_from": 2}])
-@pytest.mark.parametrize("kernel", ["auto", "off"])
+@pytest.mark.parametrize("kernel", [pytest.param("auto", marks=pytest.mark.long), "off"])
 def test_equals_the_formulas(fields: dict[str, Any], kernel: str) -> None:
     algorithm = FedRecMF(dim=5, clients_per_round=15, penalty=0.05, init_scale=0.3, **fields)
     federation = Federation.start(algorithm, small_split(ratings=True), 0, dtype=torch.float64, kernel=kernel)

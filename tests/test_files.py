@@ -18,7 +18,7 @@ from fedbench import files
 from fedbench.__main__ import main
 from fedbench.errors import DataError, FedbenchError
 
-DATA = "--dataset synthetic --users 30 --items 150 --interactions 12 --eval-negatives 50 --no-mlflow --quiet --threads 1"
+DATA = "--dataset synthetic --users 30 --items 150 --interactions 12 --eval-negatives 50 --kernel off --no-mlflow --quiet --threads 1"
 RUN = f"train --algo popularity {DATA} --rounds 2"
 SECONDS = 60
 

@@ -33,6 +33,8 @@ from fedbench.tracking import mirror_process
 from fedbench.tracking.run_log import mlflow_run_of
 from tests.test_run import ROOT, lines_of, result, summary_of
 
+pytestmark = pytest.mark.kernels
+
 RUNS = int(os.environ.get("FEDBENCH_KILLS", "1"))
 """killed runs of each algorithm"""
 ROUNDS = 12
@@ -42,15 +44,15 @@ ALGORITHMS = {
     "fedmf": "--algo fedmf",
     "fedem": "--algo fedem --adapter 16,8,1 -e 2 -n 40",
     "fedem_mapped": "--algo fedem --adapter 16,8,1 -e 2 -n 20 --client-store mmap",
-    "fedavg_ncf": "--algo fedavg_ncf --layers 16,8 -n 40 -e 1",
+    "fedavg_ncf": "--algo fedavg_ncf --layers 16,8 -n 40 -e 1 --kernel off",
 }
 BASE = f"{DATA} --rounds {ROUNDS} --dim 8 --threads 1 --checkpoint-every 2 --quiet"
-MF = f"--algo fedmf {BASE}"
+MF = f"--algo fedmf --kernel off {BASE}"
 KINDS = {
     "seeds": f"{MF} --seeds 0-1",
     "refit": f"{MF} --refit --no-mlflow",
     "jobs": f"{MF} --seeds 0-1 --jobs 2",
-    "folds": f"--algo fedrec_mf --feedback explicit --split kfold --folds 2 {BASE}",
+    "folds": f"--algo fedrec_mf --kernel off --feedback explicit --split kfold --folds 2 {BASE}",
     "mlflow": f"{MF} --refit",
     "sweep": f"sweep {MF} -e 1 2 --jobs 2",
     "torchrun": f"{MF} --no-mlflow",

@@ -6,20 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from numba import njit
 
 from fedbench.kernels.elementary import exp_minus, log_one_plus
 from fedbench.kernels.layers import (
     SQUARE,
-    backward,
     compiled,
     copy,
-    everybody,
-    find_awake,
-    forward,
     give_rows,
-    gradient,
     mix_all,
     mix_onto,
     mix_onto_positive,
@@ -30,23 +24,8 @@ from fedbench.kernels.layers import (
     take_rows,
     zeros,
 )
-from fedbench.kernels.vectors import (
-    WIDTH,
-    across,
-    halved,
-    magnitude,
-    mixer,
-    multiplier,
-    outer,
-    pick,
-    put,
-    repeat,
-    spread,
-    square_root,
-    take,
-    turner,
-    whole,
-)
+from fedbench.kernels.register_sums import mixer, multiplier, outer
+from fedbench.kernels.vectors import WIDTH, across, halved, magnitude, pick, put, repeat, spread, square_root, take, turner, whole
 
 KINDS = pytest.mark.parametrize("kind", [np.float32, np.float64])
 
@@ -253,17 +232,14 @@ def test_sums_that_are_kept(outs: int, kind: type) -> None:
 @pytest.mark.parametrize(("outs", "ups", "wide"), [(8, 2, 16), (4, 1, 8)], ids=["AVX-512", "others"])
 def test_sums_at_a_time_of_either_kind_of_machine(outs: int, ups: int, wide: int, kind: type) -> None:
     others, blocks = 8, 3
-    mix, gated, multiply, fill = mixer(outs, "all"), mixer(outs, "gated"), multiplier(ups, others, wide), outer(outs)
+    mix, multiply, fill = mixer(outs, "all"), multiplier(ups, others, wide), outer(outs)
 
     @njit
     def run(
         values: np.ndarray,
         weights: np.ndarray,
         begin: np.ndarray,
-        gate: np.ndarray,
-        which: np.ndarray,
         out: np.ndarray,
-        some: np.ndarray,
         grad: np.ndarray,
         square: np.ndarray,
     ) -> None:
@@ -271,84 +247,17 @@ def test_sums_at_a_time_of_either_kind_of_machine(outs: int, ups: int, wide: int
         for b in range(blocks):
             to = b * outs * WIDTH
             mix(values, b * by, 5, weights, 0, 5, 1, begin, 0, out, to)
-            gated(values, b * by, 3, weights, 0, 8, 1, begin, 0, some, to, gate, which, 1)
         multiply(out, 0, outs * WIDTH, values, 0, by, blocks, grad, 0, others)
         fill(weights, 0, values, 0, by, blocks, square, 0)
 
     values, weights, begin = numbers(kind, 8, blocks * WIDTH), numbers(kind, blocks * WIDTH, WIDTH, seed=1), numbers(kind, outs, seed=2)
     out, grad, square = np.zeros((blocks, outs, WIDTH), kind), np.ones((ups, others), kind), np.zeros((outs, WIDTH), kind)
-    gate, which, some = numbers(kind, outs, blocks * WIDTH, seed=3), np.array([9, 2, 6, 7]), np.zeros_like(out)
-    flat = [one.reshape(-1) for one in (side_by_side(values), weights, begin, side_by_side(gate), which, out, some, grad, square)]
+    flat = [one.reshape(-1) for one in (side_by_side(values), weights, begin, out, grad, square)]
     run(*flat)
     wanted = begin[:, None] + weights.reshape(-1)[: outs * 5].reshape(outs, 5) @ values[:5]
     np.testing.assert_allclose(apart(out), wanted, rtol=0, atol=100 * np.finfo(kind).eps)
-    chosen = begin[:, None] + weights.reshape(-1)[: outs * 8].reshape(outs, 8)[:, [2, 6, 7]] @ values[[2, 6, 7]]
-    np.testing.assert_allclose(apart(some), np.where(gate > 0, chosen, 0), rtol=0, atol=100 * np.finfo(kind).eps)
     np.testing.assert_allclose(grad, 1 + wanted[:ups] @ values.T, rtol=0, atol=1000 * np.finfo(kind).eps)
     np.testing.assert_allclose(square, values[:outs] @ weights, rtol=0, atol=1000 * np.finfo(kind).eps)
-
-
-@njit
-def network(
-    weights: np.ndarray,
-    sizes: np.ndarray,
-    acts: np.ndarray,
-    delta: np.ndarray,
-    grad: np.ndarray,
-    spare: np.ndarray,
-    awake: np.ndarray,
-    many: np.ndarray,
-    finds: bool,
-) -> None:
-    blocks, by = acts.size // (sizes.sum() * WIDTH), sizes.sum() * WIDTH
-    ones, nothing = np.ones(WIDTH, acts.dtype), np.zeros(sizes.max(), acts.dtype)
-    forward(weights, sizes, acts, blocks, 0, True)
-    everybody(sizes, awake, many)
-    if finds:
-        find_awake(sizes, acts, ones, blocks, spare, awake, many)
-    for b in range(blocks):
-        at = (b + 1) * by - WIDTH
-        put(delta, at, take(delta, at) * take(acts, at) * (1 - take(acts, at)))
-    backward(weights, sizes, acts, delta, nothing, blocks, sizes[0], awake, many)
-    gradient(sizes, acts, delta, grad, ones, blocks, spare, awake, many)
-
-
-@pytest.mark.parametrize("finds", [False, True])
-@pytest.mark.parametrize(
-    "asleep", [(), ((2, 0), (2, 3)), ((2, -1),), ((3, -1),), ((1, -1),)], ids=["none", "two", "a layer", "the last", "the first"]
-)
-@pytest.mark.parametrize("sizes", [(7, 5, 1), (32, 16, 8, 1), (6, 17, 9, 4, 1)])
-def test_networks_against_torch(sizes: tuple[int, ...], asleep: tuple[tuple[int, int], ...], finds: bool) -> None:
-    """Units that no row wakes have no slopes: whether they are looked for or not, the gradients are those of autograd."""
-    blocks, hidden = 3, len(sizes) - 2
-    asleep = tuple((layer, unit) for layer, unit in asleep if layer <= hidden)
-    layers = [torch.nn.Linear(*pair, dtype=torch.float64) for pair in zip(sizes[:-1], sizes[1:], strict=True)]
-    for number, one in enumerate(layers):
-        one.weight.data = torch.from_numpy(numbers(np.float64, *one.weight.shape, seed=number))
-        one.bias.data = torch.from_numpy(numbers(np.float64, *one.bias.shape, seed=10 + number))
-    for layer_, unit in asleep:
-        layers[layer_ - 1].bias.data[slice(None) if unit < 0 else unit] = -1e3
-    inputs = torch.from_numpy(numbers(np.float64, sizes[0], blocks * WIDTH, seed=20)).requires_grad_()
-    slope = torch.from_numpy(numbers(np.float64, blocks * WIDTH, seed=21))
-    value = inputs.T
-    for one in layers[:-1]:
-        value = one(value).relu()
-    output = layers[-1](value).sigmoid()[:, 0]
-    (output * slope).sum().backward()
-
-    acts, delta = np.zeros((blocks, sum(sizes), WIDTH)), np.full((blocks, sum(sizes), WIDTH), np.nan)
-    acts[:, : sizes[0]] = side_by_side(inputs.detach().numpy())
-    delta[:, : sizes[0]], delta[:, -1] = 1, slope.reshape(blocks, WIDTH)
-    weights = np.concatenate([part.detach().numpy().reshape(-1) for one in layers for part in (one.weight, one.bias)])
-    grad, spare, lists = np.zeros_like(weights), np.zeros((blocks + 2) * SQUARE), np.zeros((2, sum(sizes)), np.int64)
-    network(weights, np.array(sizes), acts.reshape(-1), delta.reshape(-1), grad, spare, lists[0], lists[1], finds)
-    np.testing.assert_allclose(acts[:, -1].reshape(-1), output.detach(), rtol=1e-9)
-    np.testing.assert_allclose(apart(delta[:, : sizes[0]]) - 1, inputs.grad, rtol=0, atol=1e-9)
-    found = np.concatenate([part.grad.numpy().reshape(-1) for one in layers for part in (one.weight, one.bias)])  # type: ignore[union-attr]
-    np.testing.assert_allclose(grad, found, rtol=0, atol=1e-9)
-    if finds and hidden > 1 and asleep and asleep[0][0] == 2:
-        left = set(range(sizes[2])) - {unit for _, unit in asleep} if asleep[0][1] >= 0 else set()
-        assert set(lists[0][sizes[0] + sizes[1] :][: lists[1][2]]) <= left
 
 
 @njit

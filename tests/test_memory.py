@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -95,6 +96,32 @@ def package(tmp_path: Path) -> Path:
     (tmp_path / "tmp").mkdir()
     (tmp_path / "no").write_text("no home here")
     return place
+
+
+def test_a_read_only_installation_compiles_into_the_users_cache_and_once(tmp_path: Path, package: Path) -> None:
+    """`warm` leaves all that the next run needs: that run compiles nothing, and says nothing of it."""
+    for name in ("algorithms", "datasets"):
+        shutil.copytree(ROOT / name, package / "fedbench" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    unset = ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "PYTHONPATH")
+    environment = {key: value for key, value in os.environ.items() if key not in unset} | {"HOME": str(tmp_path / "home")}
+    words = "--algo central_mf --dataset synthetic --users 60 --items 150 --interactions 12 --dim 5 --batch-size 100"
+
+    def done(*given: str) -> str:
+        line = [sys.executable, "-B", "-m", "fedbench", *given, *words.split()]
+        ran = subprocess.run(line, cwd=package, env=environment, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout + ran.stderr
+
+    def kept() -> set[str]:
+        return {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*") if path.suffix in (".kernel", ".nbc", ".nbi")}
+
+    assert re.fullmatch(r"central_mf: \d+ compiled in \S+ s\n", done("warm"))
+    first = kept()
+    assert {Path(name).suffix for name in first} == {".kernel", ".nbc", ".nbi"}
+    assert all(name.startswith("home/.cache/fedbench/kernels-") for name in first)
+    said = done("train", "--rounds", "2", "--no-mlflow", "--out", str(tmp_path / "r"))
+    assert kept() == first and "compil" not in said.replace("compiled kernels are kept in", "")
+    assert done("warm") == "central_mf: nothing to compile\n"
 
 
 def test_kernels_are_kept_in_the_users_cache_or_a_temporary_folder(tmp_path: Path, package: Path) -> None:

@@ -124,6 +124,16 @@ MISTAKES = {
     "aggregate that adds a name": (AGGREGATE, "return {**server, 'itemz': server['items']}", "", "aggregate", "did you mean 'items'"),
     "aggregate that changes a shape": (AGGREGATE, "return {**server, 'bias': server['bias'][:2]}", "", "aggregate", "must stay so"),
     "aggregate without return": (AGGREGATE, "pass", "", "aggregate", "returned None"),
+    "loss in place": (LOSS, 'held["items"] += 1.0  # HERE\n        ' + LOSS, "", "loss", "make a new one"),
+    "numpy in loss": (LOSS, 'return held["user"].detach().numpy().sum()  # HERE', "", "loss", "no numpy"),
+    "whole numbers that are trained": (
+        SERVER,
+        'return {"items": items, "bias": torch.zeros(world.items, dtype=torch.int64)}',
+        "",
+        "phases",
+        "needs floating-point numbers",
+    ),
+    "a score that is nan": (SCORE, SCORE + ' * float("nan")', "", "score", "score is nan"),
     "aggregate in place": (AGGREGATE, "server['items'] += 1; return server", "", "aggregate", "in place"),
     "answer that is a dict": ("return Answer(shared=server)", "return server", "", "answer", r"returned a dict; expected an Answer"),
     "init_client without clients": (CLIENT, "return {'user': torch.zeros(self.dim)}", "", "init_client", "draw.zeros"),
@@ -341,6 +351,12 @@ def test_a_mistake_that_only_shows_later_is_the_plug_ins_too(tmp_path: Path, cap
     code, said = started(tmp_path, source, capsys)
     number = source[: source.index("# HERE")].count("\n") + 1
     assert code == 2 and f"plug_in.py, line {number}, in aggregate: AssertionError: all" in said and "internal" not in said
+
+
+def test_rows_under_a_name_that_is_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = GOOD.replace(UPLOAD, UPLOAD.replace("return {", 'return {"rows": held["items"] - 1} | {'))
+    code, said = started(tmp_path, source, capsys, "--block-rows", "100")
+    assert code == 2 and "in upload: upload returned 'rows' as [" in said and "write 'rows': SHARED in tables" in said
 
 
 def test_debug_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

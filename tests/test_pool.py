@@ -21,7 +21,7 @@ from fedbench.experiment import processes
 
 ROOT = Path(__file__).parents[1]
 DATA = ["--dataset", "synthetic", "--users", "40", "--items", "80", "--interactions", "10"]
-SEEDS = ["--algo", "fedmf", *DATA, "--dim", "4", "--rounds", "2", "--seeds", "0-1", "--no-mlflow", "--quiet"]
+SEEDS = ["--algo", "fedmf", *DATA, "--dim", "4", "--rounds", "2", "--seeds", "0-1", "--kernel", "off", "--no-mlflow", "--quiet"]
 
 
 def job(folder: Path, key: str, code: str) -> processes.Job:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fedbench.algorithms import fedmf
 from fedbench.contract import registry
 from fedbench.contract.algorithm import Algorithm
 from fedbench.contract.dataset import DatasetOptions
@@ -226,3 +227,7 @@ def test_a_file_module_that_failed_is_not_kept(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         registry.algorithm(write(tmp_path / "failing.py", "1/0"))
     assert not [name for name in sys.modules if name.startswith("fedbench_file_failing_")]
+
+
+def test_the_file_of_a_built_in_is_that_built_in() -> None:
+    assert registry.algorithm(str(Path(fedmf.__file__))) is fedmf.FedMF

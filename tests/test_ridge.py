@@ -21,12 +21,12 @@ def some_samples(labels: int) -> ridge.Lists:
     ptr = np.concatenate([[0], np.cumsum(COUNTS)])
     local = np.concatenate([draw.permutation(count) for count in COUNTS]).astype(np.int32)
     row = np.concatenate([draw.choice(ITEMS, count, replace=False) for count in COUNTS]).astype(np.int32)
-    return ridge.Lists(ptr, local, draw.integers(0, labels, ptr[-1]).astype(np.float32), ptr, row)
+    return ridge.Lists(ptr[:-1], ptr[1:], local, draw.integers(0, labels, ptr[-1]).astype(np.float32), ptr[:-1], row)
 
 
 def expected_user(plan: ridge.Ridge, table: np.ndarray, samples: ridge.Lists, c: int) -> np.ndarray:
-    mine = slice(samples.ptr[c], samples.ptr[c + 1])
-    items, label = samples.row[samples.row_ptr[c] + samples.local[mine]], samples.label[mine].astype(np.float64)
+    mine = slice(samples.begin[c], samples.end[c])
+    items, label = samples.row[samples.row_begin[c] + samples.local[mine]], samples.label[mine].astype(np.float64)
     if plan.positives:
         items, label = items[label > 0], label[label > 0]
     if not len(items):
@@ -48,10 +48,11 @@ def test_user_vectors_are_those_of_the_normal_equations(plan: ridge.Ridge, dim: 
     items = np.zeros((*shape, dim), table.numpy().dtype)
     local, label = np.zeros(shape, np.int64), np.zeros(shape, items.dtype)
     for c, count in enumerate(COUNTS):
-        mine = slice(samples.ptr[c], samples.ptr[c + 1])
+        mine = slice(samples.begin[c], samples.end[c])
         items[c, :count], local[c, :count], label[c, :count] = table.numpy()[samples.row[mine]], samples.local[mine], samples.label[mine]
     everywhere = {"items": items, "gram": np.stack([sent["gram"].numpy()] * len(COUNTS)), "size": np.full(len(COUNTS), ITEMS, items.dtype)}
     in_block = ridge.solve(plan, local, label, COUNTS, everywhere)["user"]
+    assert np.array_equal(ridge.solve_lists(plan, samples, sent)[1:], in_block[1:]) and COUNTS[0] == 0 < COUNTS[1]
     for c, count in enumerate(COUNTS):
         expected = expected_user(plan, table.double().numpy(), samples, c)
         close = {"rtol": 0, "atol": EXACT[dtype] * max(1e-3, float(np.abs(expected).max()))}

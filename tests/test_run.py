@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 import pytest
-from numba.core.event import install_listener, trigger_event
+from numba.core.event import trigger_event
 
 from fedbench.commands import cli
-from fedbench.experiment import checkpoint, machine, prepare, run
-from fedbench.kernels import fused, shuffling
+from fedbench.experiment import checkpoint, observers, prepare, run
+from fedbench.kernels import layers, shuffling
 from fedbench.settings.command_line import resolve
 from fedbench.simulation.engine import Engine
 from fedbench.tracking import run_log
@@ -104,26 +106,41 @@ def test_the_same_command_gives_the_same_summary(words: str, tmp_path: Path) -> 
     assert result(carry_out(f"{words} --seed 1", tmp_path / "c")) != result(first)
 
 
+@pytest.mark.kernels
 def test_threads_and_blocks_do_not_matter(tmp_path: Path) -> None:
     expected = carry_out(f"{FEDEM} --threads 1", tmp_path / "1")
     assert_same_metrics(carry_out(f"{FEDEM} --threads 2", tmp_path / "2"), expected)
     assert_same_metrics(carry_out(f"{FEDEM} --block-rows 300", tmp_path / "300"), expected)
 
 
+@pytest.mark.kernels
 def test_kernels_do_not_matter(tmp_path: Path) -> None:
     """In float64: without kernels sums run in another order, and Adam magnifies the last digit of a float32."""
     expected = carry_out(f"{FEDEM} --dtype float64", tmp_path / "auto")
     assert_same_metrics(carry_out(f"{FEDEM} --dtype float64 --kernel off --block-rows 100000", tmp_path / "off"), expected)
 
 
-def test_a_run_says_once_that_it_compiles_kernels_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.kernels
+def test_a_run_says_that_it_compiles_kernels_and_when_that_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(run.log, "info", said.append)
-    with install_listener("numba:compile", machine.Compiling()):
-        for kernel, heard in ((shuffling.permute, 0), (fused.train_rows, 1), (fused.train_neumf, 1)):
-            with trigger_event("numba:compile", data={"dispatcher": kernel}):  # as numba does when it finds no compiled one
-                assert len(said) == heard
-    assert "once" in said[0]
+    compiling, begins = observers.Compiling("fedem"), partial(trigger_event, "numba:compile")
+    end, federation = cast(Any, None), cast(Any, None)
+    compiling.start(federation)
+    try:
+        with begins(data={"dispatcher": layers.take_rows}):  # as numba does when it finds no compiled one
+            assert said == [f"compiling kernels for fedem (about {observers.ALL} s, once) …"]
+            with begins(data={"dispatcher": shuffling.permute}):
+                pass
+        with begins(data={"dispatcher": shuffling.permute}):
+            assert len(said) == 1 and compiling.seconds > 0
+        compiling.after_round(end)
+        compiling.after_round(end)
+        assert len(said) == 2 and re.fullmatch(r"compiled 2 kernels for fedem in \S+ s; they are kept for the next run", said[1])
+    finally:
+        compiling.close()
+    with begins(data={"dispatcher": shuffling.permute}):
+        assert len(said) == 2, "over"
 
 
 def test_evaluates_every_so_often_and_in_the_last_round(tmp_path: Path) -> None:
@@ -319,9 +336,8 @@ def test_a_second_interrupt_does_not_wait_and_saves_no_half_round(tmp_path: Path
     assert len(lines_of(tmp_path / "r")) == 1 and not (tmp_path / "r" / "checkpoint").exists()
 
 
-def test_a_centralised_method_goes_on_with_the_same_kernel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.kernels
+def test_a_centralised_method_goes_on_with_another_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [*FEDMF.replace("fedmf", "central_mf").split(), "--out", str(tmp_path / "r")]
     train_round = run.Federation.next_round
 
@@ -333,9 +349,10 @@ def test_a_centralised_method_goes_on_with_the_same_kernel(
     with monkeypatch.context() as patch:
         patch.setattr(run.Federation, "next_round", pressed)
         assert cli.main([*words, "--kernel", "off"]) == 130
-    assert cli.main(words) == 2
-    assert "that run has --kernel off, here it is auto" in capsys.readouterr().err
-    assert cli.main([*words, "--kernel", "off"]) == 0
+    assert cli.main(words) == 0
+    assert cli.main([*words[:-1], str(tmp_path / "whole")]) == 0
+    pieces, whole = (lines_of(tmp_path / name)[-1]["loss"] for name in ("r", "whole"))
+    assert pieces == pytest.approx(whole, rel=1e-4)
 
 
 def test_resume_refuses_another_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -356,6 +373,7 @@ def test_resume_refuses_another_configuration(tmp_path: Path, monkeypatch: pytes
     assert "no run and no checkpoint there" in capsys.readouterr().err
 
 
+@pytest.mark.kernels
 def test_ctrl_c_in_a_real_process(tmp_path: Path) -> None:
     words = f"{FEDEM} --rounds 250 -e 1 --eval-every 100"
     command = [sys.executable, str(ROOT / "train.py"), *words.split(), "--out", str(tmp_path / "r")]

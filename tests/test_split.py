@@ -123,7 +123,7 @@ def test_a_refit_moves_validation_to_training_and_nothing_else(data: Interaction
     assert wider == [sorted([*items, val]) for items, val in zip(train, parts.val_item.tolist(), strict=True)]
     assert moved.train_rating.tolist() == (1 + source_items(parts, moved.train_item) % 5).tolist()
     assert moved.refit and not parts.refit
-    changed = {"train_ptr", "train_item", "train_rating", "refit"}
+    changed = {"train_ptr", "train_item", "train_rating", "train_time", "refit"}
     for f in fields(Split):
         if f.name not in changed:
             assert getattr(moved, f.name) is getattr(parts, f.name), f.name

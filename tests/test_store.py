@@ -69,8 +69,15 @@ def assert_equal(found: Mapping[str, object], expected: Mapping[str, object]) ->
         assert np.array_equal(np.asarray(found[name]), np.asarray(value)), name
 
 
-@each
-@pytest.mark.parametrize("kernel", ["auto", "off"])
+BY_KERNEL = ("fedem", "fedmf")
+"""a kernel takes seconds to compile; where rows lie is the same to all"""
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kernel"),
+    [*((one, "off") for one in ALGORITHMS.values()), *((ALGORITHMS[name], "auto") for name in BY_KERNEL)],
+    ids=[*(f"{name}-off" for name in ALGORITHMS), *(f"{name}-auto" for name in BY_KERNEL)],
+)
 def test_on_disk_as_in_memory(algorithm: Algorithm, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory, disk = started(algorithm, kernel=kernel), started(algorithm, tmp_path, kernel)
     monkeypatch.setattr(store_file, "CHUNK", 58 * 8 * 2)  # what is chunked and released often is the same

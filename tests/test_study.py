@@ -71,8 +71,8 @@ def test_values_that_stand_there_twice_are_one_point() -> None:
     [
         (f"{FEDMF} -n 10 x", "-n/--clients-per-round must be a whole number, not 'x'"),
         (f"{FEDMF} --rouns 1 2", "unknown flag --rouns; did you mean --rounds?"),
-        (f"{FEDMF} --alpha 1 2", "unknown flag --alpha: it belongs to fedem, not to fedmf"),
-        ("--algo fedem fedmf --dataset synthetic --alpha 1", "it belongs to fedem, not to fedmf"),
+        (f"{FEDMF} --alpha 1 2", "unknown flag --alpha: it belongs to fedca, fedem, not to fedmf"),
+        ("--algo fedem fedmf --dataset synthetic --alpha 1", "it belongs to fedca, fedem, not to fedmf"),
         (f"{FEDMF} --threads 1 2", "--threads changes no result, so it cannot be an axis"),
         (f"{FEDMF} --seed 1 --seeds 0-1", "--seed and --seeds are both given"),
         (f"{FEDMF} --rounds 3 --budget-value 5", "--rounds and --budget-value both say when the run ends"),

@@ -28,7 +28,7 @@ from fedbench.tracking.run_log import mlflow_run_of
 
 ROOT = Path(__file__).parents[1]
 DATA = ["--dataset", "synthetic", "--users", "40", "--items", "80", "--interactions", "10"]
-LINE = ["--algo", "fedmf", *DATA, "--dim", "4", "--rounds", "2", "--threads", "1", "--quiet"]
+LINE = ["--algo", "fedmf", *DATA, "--dim", "4", "--rounds", "2", "--threads", "1", "--kernel", "off", "--quiet"]
 GRID = [*LINE, "-n", "10", "20", "-e", "1", "2"]
 
 

@@ -165,7 +165,7 @@ def python(words: list[str], **how: object) -> subprocess.CompletedProcess[str]:
 
 def test_a_closed_standard_output_and_one_that_knows_ascii_alone(tmp_path: Path) -> None:
     data = "--dataset synthetic --users 30 --items 150 --interactions 12 --eval-negatives 50 --rounds 1 --no-mlflow --quiet --threads 1"
-    words = ["train.py", "--algo", "popularity", *data.split(), "--seeds", "0-1", "--out", str(tmp_path / "r")]
+    words = ["train.py", "--algo", "popularity", "--kernel", "off", *data.split(), "--seeds", "0-1", "--out", str(tmp_path / "r")]
     closed = python(words, stderr=subprocess.PIPE, preexec_fn=lambda: os.close(1))
     assert (closed.returncode, closed.stderr) == (0, "")
     files = [path for path in (tmp_path / "r").rglob("*") if path.is_file() and path.suffix in (".json", ".jsonl", ".txt")]

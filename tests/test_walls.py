@@ -160,17 +160,15 @@ print(*(name for name in ("torch", "numba", "mlflow") if name in sys.modules))
 
 
 def too_big(root: Path) -> dict[str, str]:
-    """Files over 500 lines, functions over 80 lines or with over 8 arguments, outside kernels/."""
+    """Files over 500 lines; outside kernels/, functions over 80 lines or with over 8 arguments."""
     found = {}
     for path in files_of(root):
         file = path.relative_to(root).as_posix()
-        if file.startswith("fedbench/kernels/"):
-            continue
         text = path.read_text(encoding="utf-8")
         if (length := len(text.splitlines())) > 500:
             found[file] = f"{file}: {length} lines; 500 is the most"
         for node in ast.walk(ast.parse(text)):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or file.startswith("fedbench/kernels/"):
                 continue
             given = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs) if one.arg not in ("self", "cls")]
             lines = (node.end_lineno or node.lineno) - node.lineno + 1

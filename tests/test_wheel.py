@@ -108,3 +108,12 @@ def test_the_tests_run_with_what_the_package_allows() -> None:
         assert asked.name in pinned, asked
     for asked in map(Requirement, told["dependencies"]):
         assert asked.specifier.contains(version(asked.name)) and pinned[asked.name].specifier.contains(version(asked.name)), asked
+
+
+def test_numba_is_held_to_the_minor_version_that_is_tested() -> None:
+    """Vectors of sixteen numbers are made of its inner parts, which may change in any minor version."""
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (asked,) = (Requirement(line).specifier for line in told if line.startswith("numba"))
+    major, minor = map(int, version("numba").split(".")[:2])
+    assert asked.contains(version("numba"))
+    assert not asked.contains(f"{major}.{minor + 1}.0") and not asked.contains(f"{major}.{minor - 1}.9")

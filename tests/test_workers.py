@@ -45,29 +45,37 @@ from fedbench.simulation.engine import Round
 from fedbench.simulation.federation import Federation
 from tests.test_run import lines_of, result, summary_of
 
+pytestmark = pytest.mark.kernels
+
 ROOT = Path(__file__).parent.parent
 DATA = "--dataset synthetic --users 60 --items 150 --interactions 12"
 COMMON = f"{DATA} --dim 8 --threads 1 --dtype float64 --no-mlflow --quiet --device cpu"
+OFF = "--kernel off"
+"""in most runs: how clients are shared out does not depend on what trains them, and each kernel takes seconds to compile"""
 FEDEM = "--algo fedem --adapter 16,8,1 -e 2"
 RUNS = {
     "fedmf": "--algo fedmf --rounds 3 --keep-state best",
     "fedem": f"{FEDEM} -n 40 --rounds 4",
     "everybody": f"{FEDEM} --rounds 3 --similarity cos --no-exclude-self",
-    "picked": f"{FEDEM} -n 40 --agg-ratio 0.3 --rounds 5 --keep-state best",
-    "few": f"{FEDEM} -n 3 --agg-ratio 0.7 --rounds 6 --keep-state last",
-    "alike": f"{FEDEM} -n 40 --alpha 0 --rounds 4 --kernel off",
-    "capped": f"{FEDEM} -n 12 --agg-ratio 0.3 --max-weight 0.7 --rounds 3 --aggregation sim",
-    "damaged": f"{FEDEM} -n 20 --agg-ratio 0.5 --rounds 4 --corrupt 0.3 --dropout 0.3",
-    "mapped": f"{FEDEM} -n 12 --agg-ratio 0.7 --rounds 5 --client-store mmap",
-    "spoilt": f"{FEDEM} -n 40 --rounds 3",
-    "spoilt-alike": f"{FEDEM} -n 40 --rounds 3 --alpha 0 --refit",
+    "picked": f"{FEDEM} -n 40 --agg-ratio 0.3 --rounds 5 --keep-state best {OFF}",
+    "few": f"{FEDEM} -n 3 --agg-ratio 0.7 --rounds 6 --keep-state last {OFF}",
+    "alike": f"{FEDEM} -n 40 --alpha 0 --rounds 4 {OFF}",
+    "capped": f"{FEDEM} -n 12 --agg-ratio 0.3 --max-weight 0.7 --rounds 3 --aggregation sim {OFF}",
+    "damaged": f"{FEDEM} -n 20 --agg-ratio 0.5 --rounds 4 --corrupt 0.3 --dropout 0.3 {OFF}",
+    "mapped": f"{FEDEM} -n 12 --agg-ratio 0.7 --rounds 5 --client-store mmap {OFF}",
+    "spoilt": f"{FEDEM} -n 40 --rounds 3 {OFF}",
+    "spoilt-alike": f"{FEDEM} -n 40 --rounds 3 --alpha 0 --refit {OFF}",
     "fedavg_ncf": "--algo fedavg_ncf --layers 16,8 -n 40 -e 1 --rounds 3",
-    "users": "--algo fedavg_ncf --layers 16,8 -n 40 -e 1 --rounds 2 --share-users --average cohort --weight-decay 0.01",
+    "users": f"--algo fedavg_ncf --layers 16,8 -n 40 -e 1 --rounds 2 --share-users --average cohort --weight-decay 0.01 {OFF}",
     "fedrecon": "--algo fedrecon -n 30 --rounds 3 --refit",
-    "sgd": "--algo fedrecon --reconstruct sgd --server adam --negatives 4 -n 3 --rounds 4 --dropout 0.3 --stragglers 0.5 --corrupt 0.2",
-    "ratings": "--algo fedrec_mf --rounds 2 --split kfold --fold 0",
-    "local": "--algo local -e 1 --rounds 2",
-    "popularity": "--algo popularity",
+    "sgd": f"--algo fedrecon --reconstruct sgd --server adam --negatives 4 -n 3 --rounds 4 --dropout 0.3 --stragglers 0.5 "
+    f"--corrupt 0.2 {OFF}",
+    "fedease": f"--algo fedease -n 40 --rounds 2 {OFF}",
+    "clear": f"--algo fedcooc --no-secure {OFF}",
+    "sketch": f"--algo fedease_sketch --dim 20 {OFF}",
+    "ratings": f"--algo fedrec_mf --rounds 2 --split kfold --fold 0 {OFF}",
+    "local": f"--algo local -e 1 --rounds 2 {OFF}",
+    "popularity": f"--algo popularity {OFF}",
 }
 WRONG = {
     f"--algo central_mf {COMMON}": (2, "has all data in one place"),
@@ -90,7 +98,15 @@ def torchrun(size: int, *commands: str, options: str = "", **environment: str) -
     """So many workers that carry out the commands."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *options.split()]
     words += ["-m", "tests.test_workers", *commands]
-    return subprocess.run(words, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    return subprocess.run(
+        words,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
 
 
 def forked(size: int, *commands: str, **environment: str) -> list[int | None]:
@@ -255,7 +271,7 @@ def test_workers_find_what_one_process_finds_and_fail_in_one_line(tmp_path: Path
 def test_a_killed_worker_and_another_number_of_them(tmp_path: Path) -> None:
     assert cli.main([*KILLED.split(), "--out", str(tmp_path / "steady")]) == 0
     done = torchrun(2, f"{KILLED} --out {tmp_path / 'again'}", options="--max-restarts 1", KILL_AT="6")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "resuming after round 4" in (tmp_path / "again" / "log.txt").read_text()
     assert_same_run(tmp_path / "again", tmp_path / "steady")
 
