@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 __all__ = ["Result", "Sweep", "__version__", "algorithms", "datasets", "load", "report", "run", "sweep"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Here, because every command comes by before it meets a line that an older Python cannot read.
 if sys.version_info < (3, 11):  # noqa: UP036

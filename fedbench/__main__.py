@@ -25,7 +25,10 @@ COMMANDS = {
     "evaluate": ("fedbench.commands.evaluate:main", "measure a finished run's model again, also on new users"),
     "recommend": ("fedbench.commands.recommend:main", "what a trained model recommends"),
     "doctor": ("fedbench.commands.doctor:main", "say whether this machine is ready"),
+    "submit": ("fedbench.commands.submit:main", "write a finished run as one file that others can verify"),
+    "verify": ("fedbench.commands.verify:main", "run such a file again and compare"),
     "log-model": ("fedbench.commands.log_model:main", "put a trained model into MLflow, to be served"),
+    "completion": ("fedbench.commands.completion:main", "what a shell needs to complete commands and flags"),
 }
 USAGE = f"""usage: python -m fedbench COMMAND [flags]
 

@@ -17,7 +17,7 @@ from torch.distributed import run as torchrun
 import fedbench
 from fedbench import parts
 from fedbench.__main__ import COMMANDS
-from fedbench.commands import bench, bench_page, cli, evaluate, log_model, recommend
+from fedbench.commands import bench, bench_page, cli, evaluate, log_model, recommend, submit, verify
 from fedbench.contract import registry
 from fedbench.contract.algorithm import Algorithm, Answer, Batch, Context, Extra, Phase, Pull, Stage, World
 from fedbench.contract.central import Central, Pool
@@ -187,7 +187,7 @@ def test_flags_exist(page: Path, folder: Path) -> None:
     known = {flag.option for flag in flags} | {f"--no-{flag.option[2:]}" for flag in flags if flag.item_kind is bool}
     known |= {"--config", "--list", "--print-config", "--help", "--version", *sweep.own_options()}
     known |= {"--may-leave", "--json"}  # of check
-    parsers = [*(make() for make in PARSERS.values()), bench.parser(), torchrun.get_args_parser()]
+    parsers = [*(make() for make in PARSERS.values()), submit.parser(), verify.parser(), bench.parser(), torchrun.get_args_parser()]
     known |= {option for parser in parsers for action in parser._actions for option in action.option_strings}
     text = re.sub(rf"^(?:{OTHERS}) .*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text))
