@@ -4,7 +4,7 @@ PY := .venv/bin/python
 PORT ?= 5000
 export MLFLOW_DISABLE_TELEMETRY := true
 
-.PHONY: run test test-long golden bench test-browser test-gpu gpu-kernels test-ray lint setup ui clean
+.PHONY: run test test-long golden bench docs test-browser test-gpu gpu-kernels test-ray lint setup ui clean
 
 run: setup
 	$(PY) train.py --algo fedem --dataset filmtrust --alpha 0.9
@@ -24,9 +24,14 @@ golden: setup
 bench: setup
 	$(PY) -m fedbench bench --all --json docs/results/bench.json --page docs/performance.md
 
+# the site of docs/ in site/; `$(PY) -m mkdocs serve` shows it while you write
+docs: setup
+	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements-docs.txt
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 # needs Chromium from the system's packages, such as `apt-get install chromium`
 test-browser: setup
-	$(PY) -m pytest -m browser tests/test_browser.py tests/test_report_browser.py
+	$(PY) -m pytest -m browser tests/test_browser.py tests/test_report_browser.py tests/test_site.py
 
 # needs no GPU: Triton's interpreter runs the kernels, its compiler makes machine code of them
 test-gpu: setup
@@ -60,4 +65,4 @@ setup: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv fedbench/__pycache__ runs mlflow.db mlartifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv fedbench/__pycache__ runs site mlflow.db mlartifacts .pytest_cache .mypy_cache .ruff_cache .hypothesis

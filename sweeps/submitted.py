@@ -32,9 +32,9 @@ python -m fedbench verify docs/results/submissions/popularity-filmtrust-clean-s0
 python sweeps/submitted.py
 ```
 
-The first command runs a file again and compares every number; the second makes this page. *Verified* says what a second run, on
-another thread count where there was one, was compared with: all rounds or the first of them, and the largest difference of a number
-as a share of it. Only results under one protocol fingerprint stand in one table, best validation result first.
+The first command runs a file again and compares every number; the second makes this page. *Verified* says how much was run again, all
+rounds or the first of them, and the largest difference of a number as a share of it. Ours ran on one thread and were verified on two.
+Only results under one protocol fingerprint stand in one table, best validation result first.
 """
 
 

@@ -266,6 +266,7 @@ def test_the_reference_has_every_file_and_key_of_a_run(tmp_path: Path) -> None:
 
 def test_one_version_everywhere() -> None:
     assert f"\nversion: {fedbench.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"  version = {{{fedbench.__version__}}},\n" in (ROOT / "docs" / "authors.md").read_text(encoding="utf-8")
     assert f"\n## {fedbench.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 

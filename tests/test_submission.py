@@ -13,9 +13,10 @@ from fedbench import trust
 from fedbench.__main__ import main
 from fedbench.commands import cli
 from fedbench.experiment import submission
+from sweeps import submitted
 from tests.test_docs import examples
 
-SIZE = "--users 40 --items 160 --interactions 10 --rounds 4 --no-mlflow --quiet --threads 1"
+SIZE = "--users 40 --items 160 --interactions 10 --rounds 4 --no-mlflow --quiet --threads 1 --kernel off"
 
 
 def train(folder: Path, algo: str, *flags: str) -> Path:
@@ -180,3 +181,14 @@ def test_the_plug_in_of_a_file_runs_only_if_it_is_trusted(
 
     assert main(["verify", str(changed(file, tmp_path, meddle, sealed=True)), *rows_given, "--trust-plugin"]) == 1
     assert "its plug-in's source has the hash" in capsys.readouterr().err
+
+
+def test_the_page_is_made_from_the_files_and_says_which_were_verified(written: Path, tmp_path: Path) -> None:
+    assert submitted.PAGE.read_text(encoding="utf-8") == submitted.page(submitted.entries()), "run python sweeps/submitted.py"
+    assert len(submitted.entries()) >= 5 and all(record for *_, record in submitted.entries())
+    (tmp_path / "mine.json").write_text(written.read_text())
+    assert submitted.page(submitted.entries(tmp_path)).rstrip().endswith("| no |")
+    assert main(["verify", str(tmp_path / "mine.json"), "--rounds", "1", "--record"]) == 0
+    assert submitted.page(submitted.entries(tmp_path)).rpartition("| rounds 1 to 1 of 4, ")[1]
+    changed(written, tmp_path, lambda content: content.update(by="another"), sealed=True).replace(tmp_path / "mine.json")
+    assert submitted.page(submitted.entries(tmp_path)).rstrip().endswith("| no |")  # the record is of another file

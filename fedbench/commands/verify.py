@@ -27,7 +27,7 @@ from fedbench.tracking.run_log import environment, setup_logging
 EPILOG = """Refused, with the reason and exit code 1: a file that was changed after it was written; a fingerprint, a hash or a
 result that its own content contradicts; other data; numbers that differ from those of the run that is made again. Every
 number of every round is compared, and the result if all rounds are run: counts must be equal, other numbers within
---tolerance. On one machine kernels give equal numbers on any number of threads. A malformed file is exit code 3.
+--tolerance, which leaves room for the rounding of another machine or number of threads. A malformed file is exit code 3.
 
   python -m fedbench verify FILE --rounds 5     the first five rounds
   python -m fedbench verify FILE --rounds 0     train nothing: the file and the data alone
