@@ -224,7 +224,7 @@ def list_awake(
     for unit in range(units):
         awake[first + few] = unit  # one that sleeps is written over by the next
         few += room[at + unit] != 0
-    # only if this saves enough slopes, see LISTED
+    # only if this saves enough gradients, see LISTED
     if (units - few) * blocks >= LISTED * units:
         return few
     for unit in range(units):

@@ -120,7 +120,7 @@ def adamw(
 @compiled(inline="always")
 def settled(total: float, seen: int, before: float, tolerance: float, epoch: int) -> tuple[float, bool]:
     """Running mean loss, and whether it hardly changed since the epoch before."""
-    # 1e-5: a loss of 0 before must not divide
+    # 1e-5: the loss before may be 0
     mean = total / seen
     return mean, epoch > 0 and abs(mean - before) / abs(before + 1e-5) < tolerance
 

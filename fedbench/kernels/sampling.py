@@ -83,7 +83,7 @@ def sample(
                     pick = np.int64(listed[rank]) if listed.size else unseen(avoid, rank)
                     counter += 1
                     repeated = False
-                    # so many different items exist only if enough are free: else the loop would not end
+                    # different ones, if there are enough: else the loop would not end
                     if free >= k:
                         for s in range(first + 1, at):
                             if row[start + local[s]] == pick:

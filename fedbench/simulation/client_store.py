@@ -41,6 +41,7 @@ class ClientStore:
         self.clients = range(world.clients) if clients is None else clients
         self.kept: np.ndarray | None = None
         """[U] whether a client's rows are in the tensors; None: all are"""
+        # one client tells names, shapes and size of all
         one = self.initial(np.arange(1))
         self.client_bytes = sum(t.numel() * t.element_size() for t in one.values())
         self.lent = 0
@@ -90,6 +91,7 @@ class ClientStore:
     def take_part(self, clients: np.ndarray) -> None:
         """These clients' rows are about to change: from now on they are in the tensors."""
         if self.kept is not None:
+            # only now, as their rows are about to change: until then the file has no blocks for them
             new = clients[~self.kept[clients]]
             self._keep(new)
             self._draw(new)
@@ -114,8 +116,10 @@ class ClientStore:
         """A store that holds what these clients keep, to be read. They must all be fresh, or none."""
         if self.kept is None:
             return self
+        # from the same streams as at the start, so the same numbers
         if not self.kept[clients.numpy()].all():
             return Lent.of({name: value.contiguous() for name, value in self.initial(clients.numpy()).items()})
+        # pages of a mapped file that were read stay in memory until they are released
         self.lent += len(clients) * self.client_bytes
         if self.lent > 8 * CHUNK:
             self.room.release()
@@ -141,7 +145,7 @@ class ClientStore:
 
 
 class Lent(ClientStore):
-    """What those clients hold that it is asked for, in their order."""
+    """What the clients hold that it was made for, in their order."""
 
     def place(self, clients: Clients) -> Clients:
         return torch.arange(len(clients)) if isinstance(clients, Tensor) else np.arange(len(clients))
@@ -155,6 +159,7 @@ class SomeClients(ClientStore):
         self.tensors, self.clients, self.client_bytes, self.lent = tensors, range(world.clients), 0, 0
         self.kept = np.zeros(world.clients, bool)
         self.kept[clients] = True
+        # a row for each kept client; what others point at is never read
         self.row = np.cumsum(self.kept) - 1
 
     def place(self, clients: Clients) -> Clients:

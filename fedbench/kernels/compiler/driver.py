@@ -285,7 +285,7 @@ class Driver:
             param, target = f"q_h_{one.name}", f"q_{array_name(one.target)}" if one.target else ""
         elif one.table:
             given = f"give_rows({grad}, {n * WIDTH}, used[:k], slope_{one.name})"
-            # rows outside the batch have a slope of 0 and take Adam's step all the same
+            # rows outside the batch have a gradient of 0 and take Adam's step all the same
             whole = [f"s_{one.name}[:] = 0", given, *self.moved(at, one, f"r_{one.name}", f"s_{one.name}", f"target_{one.name}", one.state)]
             some = [given, *self.moved_listed(at, one)]
             if self.catches_up(one):

@@ -233,7 +233,7 @@ class Graph:
             return args[0].args[0]
         if f == "pick" and self.expand(args[2], shape) is self.expand(args[3], shape):
             return self.expand(args[2], shape)
-        # slopes of slices are padded with zeros: added up they are a concatenation again
+        # gradients of slices are padded with zeros: added up they are a concatenation again
         if f == "add":
             pieces = [_pieces(self.expand(one, shape)) for one in args]
             if pieces[0] and pieces[1] and pieces[0][0] == pieces[1][0]:

@@ -53,11 +53,11 @@ def kept(graph: Graph, phases: Sequence[tuple[dict[str, Value], set[str]]]) -> l
     bases: dict[int, tuple[Value, Affine]] = {}
     for phase, plan in enumerate(plans):
         for v in plan.order:
-            # slopes below a gate hold only awake units, which are others in every step
+            # below a gate there are awake units alone, and those are others in every step: nothing to keep
             if v.number in plan.affine and v.number not in plan.below_gate:
                 mixes, bias, _, _ = plan.affine[v.number]
                 made = [v.number in other.affine for other in plans]
-                # of a gate, too; and a base must leave something to add to it
+                # nor what is made of a gate; and a base must leave something to add to it
                 part = [mix for mix in mixes if still(mix, phase, made.__getitem__)[0] and mix.args[0].number not in plan.gates]
                 if 0 < len(part) < len(mixes) and (bias is None or still(bias, phase, made.__getitem__)[0]):
                     inputs = [one for mix in part for one in mix.args]

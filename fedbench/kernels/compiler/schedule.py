@@ -153,7 +153,7 @@ class Schedule:
                 gates = [(at, one, source(one).number) for at, one in enumerate(v.args) if isinstance(one, Value)]
                 gates = [(at, one, number) for at, one, number in gates if number in self.gates]
                 for at, one, number in gates:
-                    # slopes of awake units lie in the order of a list: a reader that slices or joins them would meet others
+                    # gradients of awake units lie in the order of a list: a reader that slices or joins them would meet others
                     whole = one.number == number or (v.op, at) == ("prod", 0)
                     reads = (v.op == "mix" and at == 0) or v.op in ("prod", "column_sums")
                     if not (whole and reads and len(gates) == 1 and one.size == source(one).size):

@@ -138,7 +138,7 @@ class Step(Expressions):
         """A statement that comes before a pass."""
         if v.number in self.plan.affine:
             self.mix(v, self.plan.affine[v.number])
-            if any(layer is v for layer in self.plan.gates.values()):  # its slopes follow: list the units that are awake, once
+            if any(layer is v for layer in self.plan.gates.values()):  # its gradients follow: list the units that are awake, once
                 self.find_awake(v)
         elif v.op in ("prod", "column_sums"):
             self.products(v)
@@ -198,7 +198,7 @@ class Step(Expressions):
         n = int(v.shape[1])
         self.most_outs = max(self.most_outs, n)  # `nothing` is so many zeros: where a layer without a bias begins
         gate = self.plan.below_gate.get(v.number)
-        if gate is not None:  # with no unit awake above, no slopes arrive and none are made
+        if gate is not None:  # with no unit awake above, no gradients arrive and none are made
             above = [f"few_{mix.args[0].number}" for mix in affine.mixes if mix.args[0].number in self.plan.gates]
             asleep = f" if {' + '.join(above)} else 0" if len(above) == len(affine.mixes) else ""
             self.lines.append(f"    few_{gate.number} = few_{self.plan.gates[gate.number].number}{asleep}")

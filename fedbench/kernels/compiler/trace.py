@@ -433,7 +433,7 @@ class Translation:
                 return self.graph.make("scatter", shape, (self.graph.lying(args[2]), args[1][0]))
             if args[1] != [ITEMS]:
                 raise Unsupported("index_put by anything but batch.items, or categories of items")
-            # samples of one item are one with a weight: their slopes add up only if linear in it
+            # samples of one item are one with a weight: their gradients add up only if linear in it
             if any(weight != 1 for weight, _ in self.degrees.of(args[2])):
                 raise NotLinear("a gradient of rows that is not linear in batch.weight")
             return args[2]
