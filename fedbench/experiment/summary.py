@@ -130,6 +130,7 @@ def ranking_results(split: Split, ranks: Mapping[str, np.ndarray]) -> dict[str, 
     }
     floor = popularity_ranks(split)
     popularity = {**ranking_metrics(floor["test"]), **ranking_metrics(floor["full_test"], "full_")}
+    # by NDCG@10, on which rounds are chosen
     beats = metrics["test"]["ndcg_10"] > popularity["ndcg_10"]
     found = {**metrics, "popularity": popularity, "chance": chance_metrics(split), "beats_popularity": beats}
     return found | {"new_item": new_item_metrics(split, ranks)}
@@ -158,6 +159,7 @@ def notes(summary: dict[str, Any], split: Split) -> list[str]:
         if split.protocol.select_on == "test":
             why.append("the round is chosen on test")
         said.append(f"LEAKY: {' and '.join(why)}; these numbers are inflated (see docs/protocol.md)")
+    # a control is judged against chance, not against popularity
     if "control" in summary:
         return [*said, *control_notes(summary)]
     if split.held:

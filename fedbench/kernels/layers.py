@@ -36,7 +36,7 @@ DIVIDE: Final = "numpy"
 def compiled(**options: Any) -> Any:
     """numba's njit for kernels and their parts, as above, and compiled for types alone.
 
-    By itself numba compiles a function once more for every other constant that another compiled function gives it.
+    By itself numba compiles a function again for every other constant that another compiled function gives it.
     """
 
     def decorate(function: Any) -> Any:

@@ -4,7 +4,7 @@ A process that shares the clients out with others holds a range of them only; th
 
 It lies in memory or, where it does not fit, in memory-mapped files. Those are sparse and hold only the clients that have taken part:
 what another one starts with is drawn anew from its own stream whenever it is asked for. The files have no name in their folder, so
-nothing is left behind however a process ends; what a run goes on from is its checkpoint.
+nothing is left behind however a process ends; a run resumes from its checkpoint, not from these.
 """
 
 from __future__ import annotations
