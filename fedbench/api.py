@@ -209,7 +209,7 @@ def load(folder: str | os.PathLike[str]) -> Result:
     if (place / "config.json").is_file():
         summary = run_folder.read_summary(place)
         if not summary:
-            raise UsageError(f"{place}: the run is not finished; the same call with out= goes on with it")
+            raise UsageError(f"{place}: the run is not finished; the same call with out= resumes it")
         return Result(place, summary)
     # the folders that several seeds, folds or both are put into
     inside = [path.parent for pattern in ("seed-*", "fold-*", "seed-*/fold-*") for path in place.glob(f"{pattern}/config.json")]

@@ -262,7 +262,7 @@ def saved_state(folder: Path) -> checkpoint.State:
     """What a finished run kept."""
     if not (folder / checkpoint.FOLDER / f"{checkpoint.MODEL}.json").is_file():
         finished = (folder / "summary.json").is_file()
-        hint = "it was told to keep none; train again without --keep-state none" if finished else "the run is not finished; resume it"
+        hint = "it ran with --keep-state none; train again without that" if finished else "the run is not finished; resume it"
         raise UsageError(f"--run {folder}: there is no saved state: {hint}")
     return checkpoint.read(folder, checkpoint.MODEL)
 

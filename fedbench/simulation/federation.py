@@ -129,7 +129,7 @@ class Federation:
         if chosen is None:
             return None
         if self.split.role is not None:
-            raise UsageError(f"{a.name} chooses its clients itself, which --split users does not let it; use another split")
+            raise UsageError(f"{a.name} chooses its clients itself, which --split users does not allow; use another split")
         return chosen_cohort(type(a), chosen, n, world.clients)
 
     def samples(self, when: int, cohort: np.ndarray | None = None) -> Samples:

@@ -241,7 +241,7 @@ def earlier_points(path: Path) -> dict[str, dict[str, Any]]:
     for entry in found:
         for key, kind in kinds.items():
             if not isinstance(entry.get(key, ""), kind) and key in entry:
-                raise DataError(f"{path}: {key} of point {entry['key']} is no such thing; remove the file, finished points are kept")
+                raise DataError(f"{path}: {key} of point {entry['key']} has the wrong type; remove the file, finished points are kept")
     return {entry["key"]: entry for entry in found}
 
 
