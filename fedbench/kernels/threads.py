@@ -14,7 +14,7 @@ from typing import Any
 from numba import get_num_threads, njit
 
 PARTS = 4
-"""portions of the clients that a thread takes one after another: who is through sooner takes more of them"""
+"""work chunks per thread, for load balancing: a thread that is done takes another"""
 
 
 @functools.cache
@@ -23,6 +23,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads)
 
 
+# threads do not survive a fork
 os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
