@@ -117,7 +117,7 @@ class Tables(NamedTuple):
         return slice(self.start, self.start + len(self.value))
 
     def picked(self, at: Tensor) -> Tables:
-        """Those at the ascending positions `at` of the cohort; no copy when all are picked."""
+        """The tables at the ascending positions `at` of the cohort; no copy when all are picked."""
         if len(at) == self.clients:
             return self
         here = at[(at >= self.own.start) & (at < self.own.stop)]

@@ -73,7 +73,7 @@ def mean_predictions(split: Split) -> dict[str, np.ndarray]:
 
 
 def rating_floors(split: Split) -> dict[str, dict[str, float]]:
-    """Their metrics on test."""
+    """Test metrics of the two mean predictors."""
     rating = split.held["test"].rating
     return {name: rating_metrics(value, rating, split.rating_min, split.rating_max) for name, value in mean_predictions(split).items()}
 

@@ -143,7 +143,7 @@ class Model:
             yield pd.DataFrame(columns | ({} if self.item_names is None else {"title": self.item_names[found]}))
 
     def recommend(self, clients: np.ndarray, k: int) -> pd.DataFrame:
-        """All of it in one table, client after client."""
+        """The recommendations for these clients in one table, client after client."""
         found = pd.concat(list(self.tables(np.unique(clients), k)))
         place = {user: position for position, user in enumerate(dict.fromkeys(self.split.user_ids[clients].astype(str)))}
         return found.sort_values("user", key=lambda users: users.map(place), kind="stable", ignore_index=True)

@@ -280,7 +280,7 @@ def over_runs(summaries: Sequence[dict[str, Any]], clients: Sequence[pd.DataFram
 
 
 def _intervals(clients: Sequence[pd.DataFrame]) -> dict[str, tuple[float, float]]:
-    """Of the mean of each ranking metric over seeds and clients; empty if the runs ranked for different clients, or did not rank."""
+    """Intervals of the mean of each ranking metric over seeds and clients; empty if runs ranked for different clients, or did not rank."""
     # the bootstrap draws clients: it needs the same ones in every run, which folds do not have
     if not clients or any("rank_test" not in frame or not frame["user"].equals(clients[0]["user"]) for frame in clients):
         return {}

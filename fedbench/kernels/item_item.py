@@ -60,7 +60,7 @@ def _sum_rounded(
     scale: float,
     out: np.ndarray,
 ) -> None:
-    """As `_sum`, in integers."""
+    """Sums of rounded products, in integers, a row of `out` at a time."""
     for i in prange(out.shape[0]):
         row = np.zeros(out.shape[1], np.int64)
         for r in by_item[at[i] : at[i + 1]]:

@@ -150,7 +150,7 @@ def _products_over_lanes(
     by: int,
     blocks: int,
 ) -> None:
-    """As `products`, to out[at + u·by + i], by sums over lanes."""
+    """Products as `products` has them, added to out[at + u·by + i], by sums over lanes."""
     u = 0
     while u < ups:
         fits = u + UPS <= ups
@@ -339,7 +339,7 @@ def add_rows(rows: np.ndarray, by: int, row: np.ndarray, table: np.ndarray) -> N
 
 @compiled()
 def fetch_rows(table: np.ndarray, row: np.ndarray, out: np.ndarray) -> None:
-    """These rows of a table, one after another."""
+    """Copy the listed rows of a table to `out`, one after another."""
     d, flat = table.shape[1], table.reshape(-1)
     for i in range(row.size):
         copy(flat, row[i] * d, out, i * d, d)

@@ -19,7 +19,7 @@ PARTS = 4
 
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """So many threads, which stay: to start them anew would take longer than scoring a few clients."""
+    """A pool of so many threads, kept: starting them anew would take longer than scoring a few clients."""
     return ThreadPoolExecutor(threads)
 
 

@@ -209,7 +209,7 @@ def repeat(typing: Any, array: Any, at: Any) -> Any:
 
 @intrinsic
 def put(typing: Any, array: Any, at: Any, value: Any) -> Any:
-    """Write them there."""
+    """Write Lanes to a flat array from `at` on. Nothing checks that there is room."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         builder.store(values[2], pointer(context, builder, signature, values, lanes=True), align=array.dtype.bitwidth // 8)

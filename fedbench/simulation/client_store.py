@@ -89,7 +89,7 @@ class ClientStore:
                 self.tensors[name][self.place(some)] = value
 
     def take_part(self, clients: np.ndarray) -> None:
-        """These clients' rows are about to change: from now on they are in the tensors."""
+        """Give these clients rows in the tensors: they are about to change."""
         if self.kept is not None:
             # only now, as their rows are about to change: until then the file has no blocks for them
             new = clients[~self.kept[clients]]
@@ -97,7 +97,7 @@ class ClientStore:
             self._draw(new)
 
     def overwrite(self, clients: np.ndarray) -> None:
-        """These clients and no others have rows in the tensors, which are about to be written."""
+        """Give these clients, and no others, rows in the tensors: they are about to be written."""
         if self.kept is not None:
             self.kept[:] = False
             self._keep(clients)

@@ -349,12 +349,12 @@ def update(algorithm: Algorithm, number: int, name: str, phase: Phase, held: Sha
 
 
 def shapes_of(algorithm: Algorithm, tensors: Tensors) -> Shapes:
-    """Of blocks [C, ...]: of one client, "n" in place of touched rows."""
+    """Shapes of one client's tensors, from those of a block [C, ...]; "n" in place of touched rows."""
     return {name: shape_of(value[0], name in algorithm.tables) for name, value in tensors.items()}
 
 
 def shape_of(value: Tensor, table: bool) -> tuple[int | str, ...]:
-    """Of one client's tensor, "n" in place of the rows of a table."""
+    """Shape of one client's tensor; "n" in place of the rows of a table."""
     shape = (LANE, *value.shape[1:]) if table else tuple(value.shape)
     return shape if value.is_floating_point() else (*shape, trace.WHOLE)
 

@@ -455,7 +455,7 @@ def train_cohort(
 
 
 def row_shape(table: str, answer: Answer, store: ClientStore) -> torch.Size:
-    """Of one row of a table."""
+    """Shape of one row of a table."""
     if table in store.tensors:
         return store.tensors[table].shape[2:]
     return answer.personal[table].shape[2:] if table in answer.personal else answer.shared[table].shape[1:]

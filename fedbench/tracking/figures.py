@@ -30,7 +30,7 @@ SERIES = (
 
 
 def save(figure: Figure, path: Path) -> None:
-    """As a PNG file."""
+    """Write a figure as a PNG file."""
     with replacing(path) as file:
         figure.savefig(file, format="png")
 

@@ -87,7 +87,7 @@ class Schedule:
     # ---- layers of networks ------------------------------------------------------------------------------------------
 
     def terms(self, v: Value) -> tuple[list[Value], list[Value]] | None:
-        """Of a tree of sums: its products with weights and its uniform terms; None if there is anything else."""
+        """The products with weights and the uniform terms of a tree of sums; None if there is anything else."""
         if v.op == "mix":
             return [v], []
         if is_uniform(v):

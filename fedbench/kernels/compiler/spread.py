@@ -85,7 +85,7 @@ class BatchGraph(Graph):
         return self.added(made)
 
     def scalars(self, values: Sequence[Value]) -> list[Value]:
-        """Those that repeat one number of a sample for all features."""
+        """The values that repeat one number of a sample for all features."""
         return [one for one in values if not is_uniform(one) and self._scalar(one) is not None]
 
     def vectors(self, values: Sequence[Value]) -> list[Value]:
@@ -131,7 +131,7 @@ class BatchGraph(Graph):
         return self.cat((a.shape[0], b.shape[1]), 1, parts)
 
     def shared_rows(self, v: Value) -> list[list[Term]] | None:
-        """Of inputs side by side, some of them sums of rows: the terms of each, if they are made of no more rows than there are parts."""
+        """The terms of inputs side by side, some of them sums of rows, if made of no more rows than there are inputs; else None."""
         if v.op != "cat" or v.how["axis"] != 1:
             return None
         parts = [self.several(one) or self.terms(one) for one in v.args]

@@ -55,7 +55,7 @@ class Step(Expressions):
 
     @staticmethod
     def fitting(plan: Schedule, wanted: Sequence[str]) -> tuple[str, ...]:
-        """Of several tables one can step while its gradient is made; a second only if that does not read the first's rows."""
+        """The tables that can step while their gradient is made: a further one only if that does not read rows of those before it."""
         found: list[str] = []
         for name in wanted:
             reads = set().union(*(plan.reads(piece.value) for piece in plan.pieces if piece.name == name))

@@ -150,7 +150,7 @@ class TileStep:
         return f"{letter}{self.number}_{v.number}"
 
     def frame(self, shape: Sequence[int | str], lane: bool, f: str = "") -> Frame:
-        """Of a value of this shape; f: the variable that counts its features, if it is a special one."""
+        """The frame of a value of this shape; f: the variable that counts its features, if it is a special one."""
         sizes = [n for n in shape if isinstance(n, int)]
         size = math.prod(sizes)
         if size == 1:
