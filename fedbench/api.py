@@ -158,11 +158,12 @@ def run(
     """Train: `run("fedmf", "ml-100k", rounds=50, n=100, seed=1)`, or a run a seed with `seeds=range(3)` (and `jobs=2` at once).
 
     A flag is a keyword with underscores; n and e are what -n and -e are; switches take True and False, lists what has commas on the
-    command line. With `out=` the same call goes on with a run that was interrupted, and finds one that is finished.
+    command line. With `out=` the same call resumes a run that was interrupted, and finds one that is finished.
     """
     given = {"algo": _name_of(algo), "dataset": dataset, "seeds": seeds, **flags}
     request = command_line.parse(_words({key: value for key, value in given.items() if value is not None}))
     request = _placed(request)
+    # what the command would print is in the result
     with redirect_stdout(StringIO()):
         execute(request)
     first = request.configs[0]
@@ -173,7 +174,7 @@ def run(
 
 
 def execute(request: Request) -> None:
-    """Carry out what the command line, or `run`, asks for."""
+    """Execute what the command line, or `run`, asks for."""
     from fedbench.experiment import run as experiment
 
     if len(request.configs) == 1:
@@ -208,8 +209,9 @@ def load(folder: str | os.PathLike[str]) -> Result:
     if (place / "config.json").is_file():
         summary = run_folder.read_summary(place)
         if not summary:
-            raise UsageError(f"{place}: the run is not finished; the same call with out= goes on with it")
+            raise UsageError(f"{place}: the run is not finished; the same call with out= resumes it")
         return Result(place, summary)
+    # the folders that several seeds, folds or both are put into
     inside = [path.parent for pattern in ("seed-*", "fold-*", "seed-*/fold-*") for path in place.glob(f"{pattern}/config.json")]
     summary = files.read_json(place / "summary.json")
     if not inside or not isinstance(summary.get("runs"), list):

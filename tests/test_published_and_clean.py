@@ -54,7 +54,9 @@ def test_means_and_what_is_missing(study: ModuleType) -> None:
     assert study.shown(found, "filmtrust", "fedmf", "clean") == ".300/.150"
     assert study.shown({cell.key: found[cell.key]}, "filmtrust", "fedmf", "clean") == ".200/.100 (1)"
     assert study.shown(found, "filmtrust", "fedem", "clean") == "not run"
-    assert math.isnan(study.mean(found, "filmtrust", "fedem", "clean", "hr_10")) and study.ordered(found, "filmtrust")[0] == "fedmf"
+    long = {study.Cell("filmtrust", "fedem", "published", 0).key: {"hours": 8.6}}
+    assert study.shown(long, "filmtrust", "fedem", "published") == "not run, 9 h" and not study.missing(long, [], 1)
+    assert math.isnan(study.mean(found | long, "filmtrust", "fedem", "clean", "hr_10")) and study.ordered(found, "filmtrust")[0] == "fedmf"
 
 
 def test_what_is_measured_is_not_measured_again(study: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,4 +67,4 @@ def test_what_is_measured_is_not_measured_again(study: ModuleType, tmp_path: Pat
         found |= made(study, cell, 0.4, seconds=study.LONG + 1)
     study.save(found)
     monkeypatch.setattr(study, "measure", None)  # nothing asks for it
-    assert study.study(["filmtrust"], jobs=1) == found
+    assert study.study(["filmtrust"], jobs=1, hours=1.0) == found

@@ -119,6 +119,7 @@ class Phase(NamedTuple):
             return f"lr must have a rate for each of {', '.join(self.names)}, not for {', '.join(self.lr) or 'none'}"
         rates = {f"lr of {name}": rate for name, rate in self.lr.items()} if isinstance(self.lr, Mapping) else {"lr": self.lr}
         for what, value in {**rates, "weight_decay": self.weight_decay, "clip": self.clip, "momentum": self.momentum}.items():
+            # True is an int to Python, but no rate
             if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
                 return f"{what} must be a number, 0 or more, not {value!r}"
         if not (isinstance(self.lr_decay, int | float) and 0 < self.lr_decay <= 1):
@@ -255,11 +256,13 @@ class Algorithm:
     def at(self, round_: int, world: World) -> Self:
         """This algorithm in a round of a federation."""
         other = copy.copy(self)
+        # a class variable, not a field: it is no flag and no part of equality, and frozen fields stay as they are
         object.__setattr__(other, "context", Context(round_, world))
         return other
 
     def with_epochs(self, epochs: int) -> Self:
         """This algorithm for clients that finish so many local epochs."""
+        # `replace` makes a new object, which does not know its round
         return self if epochs == self.local_epochs else replace(self, local_epochs=epochs).at(self.context.round, self.context.world)
 
     @property
@@ -325,9 +328,9 @@ class Algorithm:
         return None
 
     def for_new_users(self, server: Tensors) -> Tensors:
-        """The server as clients meet it that were not in training and learn what is private to them: with nothing personal in its answer.
+        """Server state sent to cold-start users, with nothing personal in its answer; restarts any learning-rate schedule.
 
-        A schedule begins anew. Of what it returns it makes the same again; it is asked before the first round too.
+        Called on its own result, it returns the same again. It is called before the first round too.
         """
         return server
 

@@ -56,6 +56,7 @@ class Misuse(UsageError):
 def remember(module: str) -> None:
     """The code of this module, or of its package if it is an installed one, is an algorithm's."""
     home, _, rest = module.rpartition(".")
+    # a file of its own, or a built-in method: the module alone; an installed package: all of it
     if module.startswith(BY_PATH) or not rest or module.startswith("fedbench.") and home != "fedbench.algorithms":
         _homes.add(module)
     else:
@@ -86,6 +87,7 @@ def blame(error: BaseException) -> PluginError | None:
         if place := _last_own_frame(found.__traceback__):
             frame, line = place.tb_frame, place.tb_lineno
             return PluginError(f"{short(frame.f_code.co_filename)}, line {line}{_inside(frame.f_code)}: {_words(found, place)}")
+        # `raise ... from` says what led to an error; else what was being handled
         found = found.__cause__ or found.__context__
     return None
 
@@ -204,6 +206,7 @@ def _hint_of_key(key: object, place: TracebackType) -> str:
 
 
 def _looked_up(place: TracebackType, key: object) -> tuple[str, Mapping[object, object]] | None:
+    # the very expression that failed, for a line may look up several keys
     segment = _segment(place.tb_frame.f_code, place.tb_lasti)
     try:
         node = ast.parse(segment.strip(), mode="eval").body
@@ -218,6 +221,7 @@ def _looked_up(place: TracebackType, key: object) -> tuple[str, Mapping[object, 
 
 def _segment(code: CodeType, instruction: int) -> str:
     """The source of the expression that a frame was at."""
+    # an instruction has two bytes
     start, end, first, last = list(code.co_positions())[instruction // 2]
     if start is None or start != end or first is None or last is None:
         return ""

@@ -25,6 +25,7 @@ from fedbench.kernels.threads import shared
 def _keys(base: np.uint64, who: np.ndarray) -> np.ndarray:
     out = np.empty(who.size, np.uint64)
     for i in range(who.size):
+        # + 2: the server is -1, and its key must differ from the bare base too
         out[i] = mix(base + np.uint64(who[i] + 2) * GOLDEN)
     return out
 
@@ -42,6 +43,7 @@ def _fill_normal(low: int, high: int, keys: np.ndarray, out: np.ndarray) -> None
     width = out.shape[1]
     for c in range(low, high):
         for i in range(0, width, 2):
+            # 1 - unit is over 0, so its logarithm is finite
             radius = math.sqrt(-2.0 * math.log(1.0 - unit(keys[c], i)))
             angle = 2.0 * math.pi * unit(keys[c], i + 1)
             out[c, i] = radius * math.cos(angle)
@@ -51,6 +53,7 @@ def _fill_normal(low: int, high: int, keys: np.ndarray, out: np.ndarray) -> None
 
 def purpose_base(seed: int, when: int, purpose: str) -> np.uint64:
     """uint64 that stands for (seed, round, purpose)."""
+    # equal on every machine and version; Python's own hash is salted
     digest = hashlib.blake2b(f"{seed}/{when}/{purpose}".encode(), digest_size=8).digest()
     return np.uint64(int.from_bytes(digest, "little"))
 
@@ -79,6 +82,7 @@ class Draw:
     def _tensor(self, purpose: str, shape: tuple[int, ...], fill: Callable[[np.ndarray, np.ndarray], None]) -> Tensor:
         who = np.array([-1]) if self.alike or self.clients is None else self.clients
         flat = np.empty((len(who), math.prod(shape)), np.float64 if self.dtype == torch.float64 else np.float32)
+        # made on the host and moved: every device gets the same numbers
         fill(keys(self.seed, self.when, purpose, who), flat)
         out = torch.from_numpy(flat).view(len(who), *shape).to(self.device)
         if self.clients is None:
@@ -97,6 +101,7 @@ class Draw:
         """[k] different numbers of 0 .. n-1, ascending."""
         order = np.empty((1, n))
         _fill_uniform(keys(self.seed, self.when, purpose, np.array([-1])), order)
+        # the k smallest of n keys: every subset is equally likely
         return torch.from_numpy(np.sort(np.argsort(order[0], kind="stable")[:k])).to(self.device)
 
     def zeros(self, *shape: int) -> Tensor:

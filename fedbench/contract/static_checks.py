@@ -47,6 +47,7 @@ class Kind(NamedTuple):
         if self.several and not isinstance(value, tuple | list):
             return f"must be a tuple, not {value!r}"
         for one in value if self.several and isinstance(value, tuple | list) else (value,):
+            # a whole number may stand for a float, True for no number
             number = isinstance(one, int | float) and self.member is float
             if not (number or isinstance(one, self.member)) or (isinstance(one, bool) and self.member is not bool):
                 return f"must be {EXPECTED[self.member]}{' in each place' if self.several else ''}, not {one!r}"
@@ -155,11 +156,13 @@ def _check_hook(cls: type[Algorithm], name: str, like: str = "") -> None:
     if isinstance(mine, property) or not (callable(mine) or isinstance(mine, staticmethod | classmethod)):
         raise fault(cls, name, f"{name} must be a function: {_shape(name, theirs)}")
     given = _parameters(theirs)
+    # bound to nothing in particular: the class itself may not be fit to be instantiated
     bound: Callable[..., Any] = mine.__get__(object(), cls) if hasattr(mine, "__get__") else mine
     try:
         signature = inspect.signature(bound)
     except (TypeError, ValueError):
         return
+    # Python itself says whether a call as the engine makes it would fit
     try:
         signature.bind(*given)
     except TypeError as error:
@@ -221,6 +224,7 @@ def _check_fields(cls: type[Algorithm]) -> None:
             raise fault(cls, "choices", f"choices: there is no field {name!r}{meant(name, kinds)}")
         if kinds[name].member is not str:
             raise fault(cls, "choices", f"choices: the field {name!r} takes no words; its type is {hints[name]}")
+    # a subclass's `choices` replace those of its base
     for name in {name for base in cls.__mro__[1:] if issubclass(base, Algorithm) for name in base.choices}:
         if name in kinds and name not in cls.choices:
             raise fault(

@@ -63,6 +63,7 @@ class Rows(NamedTuple):
             raise Misuse(f"rows are combined by {', '.join(AVERAGES)}, not by {how!r}")
         shape = (-1, *[1] * (self.value.dim() - 1))
         each = None if weight is None else weight.to(self.value)[self.client]
+        # every worker must come here, also one without rows: `total` is an exchange
         total, senders = map(self.total, summed_by_item(self.item, self.value, items, each))
         if how == "cohort":
             total /= self.clients if weight is None else weight.sum()
@@ -116,7 +117,7 @@ class Tables(NamedTuple):
         return slice(self.start, self.start + len(self.value))
 
     def picked(self, at: Tensor) -> Tables:
-        """Those at the ascending positions `at` of the cohort; no copy when all are picked."""
+        """The tables at the ascending positions `at` of the cohort; no copy when all are picked."""
         if len(at) == self.clients:
             return self
         here = at[(at >= self.own.start) & (at < self.own.stop)]
@@ -133,9 +134,11 @@ class Tables(NamedTuple):
         What it costs depends on how many weights are not 0, in whichever form they come.
         """
         if isinstance(weights, Tensor) and weights.dim() == 1:
+            # a worker's share of one mixture for all; shares add up to it
             mine = weights[None, self.own]
             return reduce(torch.add, self.passed(lambda: weighted_tables(mine, self.value)))
         weights, mixed, at = faster_form(weights, self.value), self.value, 0
+        # tables pass by in the order of the cohort: `at` is the position of the first one
         for tables in self.passed(lambda: self.value):
             if isinstance(weights, SparseWeights):
                 mixed = weights.onto(mixed if at else None, tables, at)
@@ -213,6 +216,7 @@ class Uploads:
         keep = keep.to(self.clients.device)
         for name, value in self.tensors.items():
             if isinstance(value, Rows):
+                # clients of other workers have no rows here, and a count of 0
                 mine = keep.repeat_interleave(value.counts)
                 tensors[name] = Rows(value.counts[keep], value.item[mine], value.value[mine], value.total)
             elif isinstance(value, Tables):
@@ -235,6 +239,7 @@ class Uploads:
 
     def finite(self) -> Tensor:
         """[n] whether all that a client sent is finite."""
+        # a norm is infinite or NaN if any of its numbers is: one pass, and one number a client
         return torch.stack([torch.ones_like(self.clients, dtype=torch.bool), *(norm.isfinite() for norm in self.norms().values())]).all(0)
 
     def norms(self) -> dict[str, Tensor]:

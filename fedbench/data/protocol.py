@@ -77,6 +77,7 @@ class Protocol:
             raise UsageError(f"--split ncf: there are no NCF paper files for {data.name}; use ml-1m or pinterest, or --protocol clean")
         if split in RATING_SPLITS and not data.explicit:
             raise UsageError(f"--split {split} needs ratings, and {data.name} has none; use another dataset, or rank with --split auto")
+        # a fold is held out for test alone: there is no validation to choose a round on
         select_on = "last" if split == "kfold" and self.select_on == "val" else self.select_on
         candidates = self.candidates
         if candidates == "ncf" and data.candidates is None:
@@ -85,10 +86,12 @@ class Protocol:
 
     def fingerprint(self, data_checksum: str) -> str:
         """16 hex digits of the canonical JSON of the resolved protocol's fields that matter and the data's checksum."""
+        # fields that change nothing under this split, or at this value, are left out: equal protocols have equal fingerprints
         ignored = {*(() if self.split == "kfold" else FOLD_FIELDS), *(RANKING_FIELDS if self.ratings else ())}
         ignored |= set() if self.new_users else {"new_users"}
         ignored |= {"eval_clients"} if self.eval_clients is None else set()
         matters = {key: value for key, value in asdict(self).items() if key not in ignored}
+        # sorted and without blanks: one text for one protocol
         text = json.dumps({**matters, "data": data_checksum}, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

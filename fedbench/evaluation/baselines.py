@@ -19,6 +19,7 @@ def chance_metrics(split: Split) -> dict[str, float]:
     """What a ranking that knows nothing gets on test, exactly: the rank is uniform over the candidates."""
     width = split.test_candidates.shape[1] + 1
     sampled = ranking_metrics(np.arange(1, width + 1))
+    # a test item is ranked among all items but those trained on and the validation item
     free = (split.items - split.train_counts - 1)[split.evaluated]
     top = np.arange(1, max(KS) + 1)
     gain = 1 / np.log2(top + 1)
@@ -33,6 +34,7 @@ def chance_metrics(split: Split) -> dict[str, float]:
 def popularity_ranks(split: Split) -> dict[str, np.ndarray]:
     """val, test, full_val, full_test [E] when items are ranked by how many clients train on them: the floor that every table shows."""
     count = np.bincount(split.train_item, minlength=split.items)
+    # for each count, how many items have it or more
     at_least = len(count) - np.searchsorted(np.sort(count), np.arange(count.max() + 1))
     ranks = {name: np.empty(len(split.evaluated), np.int64) for name in ("val", "test", "full_val", "full_test")}
     for start in range(0, len(split.evaluated), POPULARITY_CLIENTS):
@@ -43,6 +45,7 @@ def popularity_ranks(split: Split) -> dict[str, np.ndarray]:
             ("test", split.test_item[clients], split.test_candidates[clients]),
         ):
             ranks[name][at] = 1 + (count[candidates] >= count[target][:, None]).sum(axis=1)
+            # items that the client has met are not ranked: those at least as popular are taken off below
             met = np.bincount(row[count[item] >= count[target][row]], minlength=len(clients))
             if name == "test":
                 met = met + (count[split.val_item[clients]] >= count[target])
@@ -70,7 +73,7 @@ def mean_predictions(split: Split) -> dict[str, np.ndarray]:
 
 
 def rating_floors(split: Split) -> dict[str, dict[str, float]]:
-    """Their metrics on test."""
+    """Test metrics of the two mean predictors."""
     rating = split.held["test"].rating
     return {name: rating_metrics(value, rating, split.rating_min, split.rating_max) for name, value in mean_predictions(split).items()}
 

@@ -57,6 +57,7 @@ def new_item_metrics(split: Split, ranks: Mapping[str, np.ndarray]) -> dict[str,
 
 def rating_metrics(predicted: np.ndarray, rating: np.ndarray, low: float, high: float) -> dict[str, float]:
     """RMSE, MAE and accuracy (within half a point) of predictions clamped to the rating scale."""
+    # a prediction beyond the scale is taken as its end
     error = np.clip(np.asarray(predicted, np.float64), low, high) - np.asarray(rating, np.float64)
     return {
         "rmse": float(np.sqrt((error**2).mean())),
@@ -79,6 +80,7 @@ def client_errors(predicted: np.ndarray, held: Held, low: float, high: float) ->
 
 def rating_spread(mse: np.ndarray) -> dict[str, float]:
     """How unequal clients fare: the 90th percentile of their RMSE and the mean of the worst tenth."""
+    # clients without held-out ratings have no error
     rmse = np.sort(np.sqrt(mse[np.isfinite(mse)]))
     worst = rmse[-max(1, len(rmse) // 10) :]
     return {"rmse_p90": float(np.percentile(rmse, 90)), "rmse_worst_decile": float(worst.mean())}

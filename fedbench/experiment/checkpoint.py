@@ -102,6 +102,7 @@ def save(out: Path, name: str, facts: dict[str, Any], tensors: Mapping[str, Tens
 
 def save_round(out: Path, round_: int, facts: dict[str, Any], tensors: Mapping[str, Tensor | RowView]) -> None:
     """Write the state after a round, once metrics.jsonl is on disk, and keep the last two."""
+    # a checkpoint must not know of rounds whose lines are not on disk yet
     if (out / "metrics.jsonl").exists():
         _sync(out / "metrics.jsonl")
     save(out, f"round-{round_}", facts, tensors)
@@ -184,6 +185,7 @@ def save_file(tensors: Mapping[str, Tensor | RowView], path: Path) -> str:
         end += math.prod(tensors[name].shape) * kind.itemsize
         header[name] = {"dtype": DTYPES[kind], "shape": list(tensors[name].shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
+    # the numbers begin at a multiple of 8, so that they can be mapped
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
     with files.created(path) as file:

@@ -180,6 +180,7 @@ class Selection(Observer):
             return
         federation, best = end.federation, self.best
         score, better = self.judge(end)
+        # decided together, for what follows exchanges state between workers
         if not workers.on_any(better):
             return
         best.round, best.score, best.outcome = federation.round, score, end.outcome
@@ -295,6 +296,7 @@ class Interrupt(Observer):
         signal.signal(signal.SIGINT, self.before if workers.count() == 1 else signal.SIG_IGN)
 
     def after_round(self, end: RoundEnd) -> None:
+        # asked of one worker, all end after the same round
         if workers.on_any(self.asked):
             raise Interrupted(self.finish(end.federation))
 

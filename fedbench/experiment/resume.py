@@ -94,6 +94,7 @@ def find_resume_point(out: Path, config: RunConfig, split: Split) -> ResumePoint
         if not named and (out / "summary.json").exists():
             raise UsageError(f"--out {out} already holds a run: {differs}; choose another folder")
         refuse(out, f"{differs}; give the same flags")
+    # find_finished has looked before: a summary that is still here is not this run's
     if (out / "summary.json").exists():
         refuse(out, f"{out / 'summary.json'} is no summary of a run; remove it, or start again with another --out")
     state = checkpoint.newest(out)

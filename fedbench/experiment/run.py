@@ -47,6 +47,7 @@ def run_several(configs: Sequence[RunConfig], parent: Path | None, jobs: int = 1
     """Execute runs in folders of their own below `parent`, one after another or `jobs` at once; their means go into its summary.json."""
     if workers.count() > 1:
         raise UsageError("torchrun shares out one run; give it one seed and one fold, or leave it out and use --jobs")
+    # mistakes in a method show before any folder is made
     check_local_work(configs[0].algorithm, dtype_of(configs[0]))
     again = "the same command resumes them"
     if parent is None:
@@ -110,6 +111,7 @@ def run(config: RunConfig) -> dict[str, Any]:
     split, dataset = prepare_checked(config, device)
     config, out = agreed_folder(config)
     with claimed(out) if workers.is_first() else nullcontext():
+        # within the claim: a process that had it before may just have finished this run
         if summary := workers.broadcast(lambda: find_finished(out, config, split)):
             workers.on_first(finished.say, out, config, summary, split)
             return summary
@@ -160,6 +162,7 @@ def execute(config: RunConfig, split: Split, dataset: Interactions, device: str,
             federation = start(split.with_validation_in_training())
             refitted = refit(federation, best.round, run_log, config, out)
             summary |= {"refit": refit_summary(best.round, refitted), "peak_rss_mb": peak_rss_mb()}
+        # before the summary, whose presence says that all is there
         keep_model(out, federation, best, config)
         run_log.finish(summary, per_client(split, best.outcome, refitted), partial(checkpoint.prune, out, keep=0))
     except KeyboardInterrupt as end:

@@ -99,6 +99,7 @@ class Model:
     def private(self, clients: np.ndarray) -> ClientStore:
         """What these clients score with: what they keep, or what they rebuild from their training items."""
         a = self.config.algorithm
+        # what clients rebuild depends on their samples alone, so it is made for those that are asked for
         if self.store.tensors or not a.reconstructs:
             return self.store
         seed, when = self.config.seed, self.round
@@ -109,6 +110,7 @@ class Model:
         """The model of one user who was not in training and has these items, by number: what is private is learnt, the rest frozen."""
         server = self.algorithm.for_new_users(self.server)
         new_users.check(self.algorithm, self.algorithm.answer(server))
+        # lists are sorted by item, which `_top` relies on
         order, split = np.argsort(item, kind="stable"), self.split
         ptr, user = np.array([0, len(item)]), np.array([NEW_USER])
         alone = scoring_split(split.protocol, ptr, item[order], rating[order], user, split.item_ids, split.rating_min, split.rating_max)
@@ -141,7 +143,7 @@ class Model:
             yield pd.DataFrame(columns | ({} if self.item_names is None else {"title": self.item_names[found]}))
 
     def recommend(self, clients: np.ndarray, k: int) -> pd.DataFrame:
-        """All of it in one table, client after client."""
+        """The recommendations for these clients in one table, client after client."""
         found = pd.concat(list(self.tables(np.unique(clients), k)))
         place = {user: position for position, user in enumerate(dict.fromkeys(self.split.user_ids[clients].astype(str)))}
         return found.sort_values("user", key=lambda users: users.map(place), kind="stable", ignore_index=True)
@@ -163,10 +165,12 @@ def _top(
         at, stop = seen_ptr[clients[c]], seen_ptr[clients[c] + 1]
         filled = 0
         for i in range(scores.shape[1]):
+            # items and seen items both ascend: one pass over both
             if at < stop and seen_item[at] == i:
                 at += 1
                 continue
             value = scores[c, i]
+            # not better than the worst that is kept: of equal scores the smaller item number stays
             if not known[i] or np.isnan(value) or (filled == k and value <= score[c, k - 1]):
                 continue
             place = min(filled, k - 1)
@@ -195,6 +199,7 @@ def load(folder: Path, data_dir: Path | None = None, trust_plugin: bool = False)
     names = None if data.item_names is None else data.item_names[[position[item] for item in split.item_ids]]
     server, store = with_prefix(tensors, "server/"), stored(made, split, tensors)
     found = Model(made, split, trained_items(split), names, server, store, round_)
+    # one recommendation now: what does not fit shows here, not in the middle of an answer
     with _named(folder, state):
         next(found.best(np.arange(1), 1))
     return found
@@ -208,12 +213,14 @@ def checked(folder: Path, made: RunConfig, split: Split, state: checkpoint.State
         tensors, own = state.tensors("cpu"), algorithm.init_client(world, draw_for(draw, np.arange(1)))
         clients = tensors["clients"] if "clients" in tensors else torch.arange(split.clients)
         inside = (clients >= 0) & (clients < split.clients)
+        # ascending and each once: rows of the tensors belong to clients by this order
         if clients.dtype != torch.int64 or not torch.equal(clients[inside].unique(), clients):
             raise ValueError("clients are not those of the data")
         for name, value in own.items():
             check_form(tensors[f"client/{name}"], (len(clients), *value.shape[1:]), value.dtype)
         for name, value in algorithm.init_server(world, draw).items():
             check_form(tensors[f"server/{name}"], tuple(value.shape), value.dtype)
+        # a slot out of range would read beyond the rows, or another client's
         for name in algorithm.per_client_server_state:
             slot, mail = tensors.get("server/slot"), tensors.get(f"server/{name}")
             if slot is not None and mail is not None and (slot.shape != (split.clients,) or not -1 <= slot.min() <= slot.max() < len(mail)):
@@ -255,7 +262,7 @@ def saved_state(folder: Path) -> checkpoint.State:
     """What a finished run kept."""
     if not (folder / checkpoint.FOLDER / f"{checkpoint.MODEL}.json").is_file():
         finished = (folder / "summary.json").is_file()
-        hint = "it was told to keep none; train again without --keep-state none" if finished else "the run is not finished; resume it"
+        hint = "it ran with --keep-state none; train again without that" if finished else "the run is not finished; resume it"
         raise UsageError(f"--run {folder}: there is no saved state: {hint}")
     return checkpoint.read(folder, checkpoint.MODEL)
 
@@ -302,6 +309,7 @@ def save(loaded: Model, folder: Path, algo: str) -> None:
     tensors |= {f"client/{name}": value for name, value in private.tensors.items()}
     arrays |= {} if private.kept is None else {"clients": np.flatnonzero(private.kept)}
     checkpoint.save_file(tensors | {name: torch.from_numpy(value) for name, value in arrays.items()}, folder / TENSORS)
+    # folders of this machine mean nothing where the model will be read
     values = {key: value for key, value in loaded.config.to_dict().items() if key not in ("out", "resume", "data_dir", "cache_dir")}
     write_json(folder / "config.json", values | {"algo": algo, "device": "cpu"})
     names = None if loaded.item_names is None else loaded.item_names.tolist()
@@ -317,6 +325,7 @@ def read(folder: Path, beside: Path) -> Model:
     tensors = load_file(folder / TENSORS)
     ptr, item = tensors["seen_ptr"].numpy(), tensors["seen_item"].numpy()
     user_ids, item_ids = (np.array(ids[name], dtype=object) for name in ("user", "item"))
+    # ratings are not saved, for scoring does not read them
     split = scoring_split(made.protocol, ptr, item, np.ones(len(item)), user_ids, item_ids, ids["rating_min"], ids["rating_max"])
     names = None if ids["item_names"] is None else np.array(ids["item_names"], dtype=object)
     return Model(made, split, tensors["known"].numpy(), names, with_prefix(tensors, "server/"), stored(made, split, tensors), ids["round"])

@@ -130,6 +130,7 @@ def ranking_results(split: Split, ranks: Mapping[str, np.ndarray]) -> dict[str, 
     }
     floor = popularity_ranks(split)
     popularity = {**ranking_metrics(floor["test"]), **ranking_metrics(floor["full_test"], "full_")}
+    # by NDCG@10, on which rounds are chosen
     beats = metrics["test"]["ndcg_10"] > popularity["ndcg_10"]
     found = {**metrics, "popularity": popularity, "chance": chance_metrics(split), "beats_popularity": beats}
     return found | {"new_item": new_item_metrics(split, ranks)}
@@ -158,6 +159,7 @@ def notes(summary: dict[str, Any], split: Split) -> list[str]:
         if split.protocol.select_on == "test":
             why.append("the round is chosen on test")
         said.append(f"LEAKY: {' and '.join(why)}; these numbers are inflated (see docs/protocol.md)")
+    # a control is judged against chance, not against popularity
     if "control" in summary:
         return [*said, *control_notes(summary)]
     if split.held:
@@ -278,7 +280,7 @@ def over_runs(summaries: Sequence[dict[str, Any]], clients: Sequence[pd.DataFram
 
 
 def _intervals(clients: Sequence[pd.DataFrame]) -> dict[str, tuple[float, float]]:
-    """Of the mean of each ranking metric over seeds and clients; empty if the runs ranked for different clients, or did not rank."""
+    """Intervals of the mean of each ranking metric over seeds and clients; empty if runs ranked for different clients, or did not rank."""
     # the bootstrap draws clients: it needs the same ones in every run, which folds do not have
     if not clients or any("rank_test" not in frame or not frame["user"].equals(clients[0]["user"]) for frame in clients):
         return {}

@@ -38,6 +38,7 @@ def add_squares(rows: np.ndarray, step: int, block: int, count: int, size: int, 
 def solve(matrix: np.ndarray, size: int, inverse: np.ndarray, out: np.ndarray) -> None:
     """out [size]: what the matrix times it is the right side; the matrix is overwritten. inverse: room for `size` numbers."""
     by = size + WIDTH
+    # sixteen rows at a time: tiles take off what stands above, the square on the diagonal is factored in registers
     for i in range(0, size, WIDTH):
         for u in range(i, i + WIDTH, UPS):  # what the rows above say about these sixteen
             j = i
@@ -52,6 +53,7 @@ def solve(matrix: np.ndarray, size: int, inverse: np.ndarray, out: np.ndarray) -
             solve_square(matrix, i * by + j, by, inverse, i, matrix, i * by + i)
     for i in range(0, size, WIDTH):
         put(out, i, spread(matrix.dtype.type(0)))
+    # backwards: whole blocks by lanes, its own block number by number
     for i in range(size - 1, -1, -1):
         total = spread(matrix.dtype.type(0))
         for j in range((i // WIDTH + 1) * WIDTH, size, WIDTH):

@@ -47,8 +47,10 @@ def _exp_minus(x: Any) -> Callable[[float], float] | None:
     series = tuple(kind(1 / math.factorial(i)) for i in range(7 if given == types.float32 else 13, -1, -1))
 
     def implementation(x: Any) -> float:
+        # cut off where the result would fall below LEAST; NaN is not above anything and passes
         y = pick(x, most, most, x)
         k = whole(y * per_log2 + half)
+        # in two steps: k · high is exact, so that no digit of y is lost
         r = (k * high - y) + k * low
         value = r * series[0] + series[1]
         for i in range(2, len(series)):
@@ -111,6 +113,7 @@ def _exponential(x: Any) -> Callable[[float], float] | None:
     zero = kind(0)
 
     def implementation(x: Any) -> float:
+        # cut off at both ends, where 2^-k would leave the type's exponents
         y = pick(zero - x, most, most, zero - x)
         y = pick(zero - most, y, zero - most, y)
         k = whole(y * per_log2 + half + base) - base  # shifted: a whole number is found by cutting, which rounds towards 0
@@ -126,6 +129,7 @@ def _exponential(x: Any) -> Callable[[float], float] | None:
 @compiled_part
 def least(x: Any, y: Any) -> Any:
     """The smaller one; not a number if one of them is not."""
+    # y - y is NaN where y is, and 0 for finite numbers
     return pick(x, y, y, x + (y - y))
 
 
@@ -138,6 +142,7 @@ def most(x: Any, y: Any) -> Any:
 @compiled_part
 def sigmoid(x: Any) -> Any:
     tail = exp_minus(magnitude(x))
+    # a one of x's own type, Lanes or a number
     one = tail - tail + 1
     return pick(x, tail - tail, one, tail) / (one + tail)
 

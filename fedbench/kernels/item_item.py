@@ -16,6 +16,7 @@ def pair_sums(counts: Tensor, item: Tensor, value: Tensor, items: int, digits: i
     who = torch.arange(len(counts), device=counts.device).repeat_interleave(counts).cpu().numpy()
     number = item.cpu().numpy().astype(np.int64)
     out = np.empty((items, items))
+    # stable: the numbers of an item are added in the order of clients
     begin, by_item = starts(counts.cpu().numpy()), np.argsort(number, kind="stable")
     lists = begin, who, number, value.detach().cpu().numpy().astype(np.float64)
     (_sum_rounded if digits is not None else _sum)(*lists, by_item, starts(np.bincount(number, minlength=items)), 2.0 ** (digits or 0), out)
@@ -39,6 +40,7 @@ def _sum(
     out: np.ndarray,
 ) -> None:
     """A row of `out` at a time, which stays in the cache: the lists of all clients that have its item."""
+    # a thread has rows of `out` to itself: no locks, and sums do not depend on how many threads there are
     for i in prange(out.shape[0]):
         row = out[i]
         row[:] = 0
@@ -58,11 +60,12 @@ def _sum_rounded(
     scale: float,
     out: np.ndarray,
 ) -> None:
-    """As `_sum`, in integers."""
+    """Sums of rounded products, in integers, a row of `out` at a time."""
     for i in prange(out.shape[0]):
         row = np.zeros(out.shape[1], np.int64)
         for r in by_item[at[i] : at[i + 1]]:
             for s in range(begin[who[r]], begin[who[r] + 1]):
+                # whole numbers: their sum is the same in any order
                 row[item[s]] += np.int64(np.rint(value[r] * value[s] * scale))
         for j in range(row.size):
             out[i, j] = row[j] / scale
@@ -82,6 +85,7 @@ def profile_scores(user: Tensor, items: Tensor, ranked: Tensor | None) -> Tensor
 def _score_all(user: np.ndarray, items: np.ndarray, out: np.ndarray) -> None:
     for c in prange(user.shape[0]):
         for j in range(user.shape[1]):
+            # most of a client's numbers are 0
             if user[c, j]:
                 times, row = items.dtype.type(user[c, j]), items[j]
                 for k in range(row.size):
@@ -92,6 +96,7 @@ def _score_all(user: np.ndarray, items: np.ndarray, out: np.ndarray) -> None:
 def _score_some(user: np.ndarray, items: np.ndarray, ranked: np.ndarray, out: np.ndarray) -> None:
     for c in prange(user.shape[0]):
         for j in range(user.shape[1]):
+            # most of a client's numbers are 0
             if user[c, j]:
                 times, row = items.dtype.type(user[c, j]), items[j]
                 for k in range(ranked.shape[1]):

@@ -36,7 +36,7 @@ DIVIDE: Final = "numpy"
 def compiled(**options: Any) -> Any:
     """numba's njit for kernels and their parts, as above, and compiled for types alone.
 
-    By itself numba compiles a function once more for every other constant that another compiled function gives it.
+    By itself numba compiles a function again for every other constant that another compiled function gives it.
     """
 
     def decorate(function: Any) -> Any:
@@ -44,6 +44,7 @@ def compiled(**options: Any) -> Any:
         general = made.get_call_template
 
         def for_types(given: Any, named: Any) -> Any:
+            # a constant is a plain integer here, so that one compilation serves all of them
             return general(tuple(map(types.unliteral, given)), {name: types.unliteral(kind) for name, kind in named.items()})
 
         made.get_call_template = for_types
@@ -149,7 +150,7 @@ def _products_over_lanes(
     by: int,
     blocks: int,
 ) -> None:
-    """As `products`, to out[at + u·by + i], by sums over lanes."""
+    """Products as `products` has them, added to out[at + u·by + i], by sums over lanes."""
     u = 0
     while u < ups:
         fits = u + UPS <= ups
@@ -191,6 +192,7 @@ def products(
     whole = count // WIDTH * WIDTH
     u = 0
     while whole and u + WIDTH <= ups:
+        # turned once for all squares of `acts`; `spare`: a square of sums, the same turned, then `up`
         for b in range(blocks):
             turn_square(up, x + b * by_x + u * WIDTH, spare, (2 + b) * SQUARE)
         for i in range(0, whole, WIDTH):
@@ -200,6 +202,7 @@ def products(
             for v in range(WIDTH):
                 to = at + (u + v) * count + i
                 put(out, to, take(out, to) + take(spare, SQUARE + v * WIDTH))
+        # columns that fill no block of sixteen
         _products_over_lanes(up, x + u * WIDTH, by_x, WIDTH, acts, y + whole * WIDTH, by_y, count - whole, out, at + u * count + whole,
                              count, blocks)  # fmt: skip
         u += WIDTH
@@ -214,12 +217,14 @@ def list_awake(
 
     All are listed where to leave the others out would save less than it costs.
     """
+    # no number is negative, so a sum is 0 only where all of them are
     room[at : at + units] = 0
     _products_over_lanes(ones, 0, 0, 1, acts, x, by, units, room, at, units, blocks)
     few = 0
     for unit in range(units):
         awake[first + few] = unit  # one that sleeps is written over by the next
         few += room[at + unit] != 0
+    # only if this saves enough gradients, see LISTED
     if (units - few) * blocks >= LISTED * units:
         return few
     for unit in range(units):
@@ -285,6 +290,7 @@ def take_rows(table: np.ndarray, row: np.ndarray, out: np.ndarray, start: int, b
         _take_block(flat, d, row, first, out, start)
         start += by
     if whole < row.size:
+        # a list of its own for the last block, so that nothing behind the rows is read
         few = np.empty(WIDTH, row.dtype)
         for k in range(WIDTH):
             few[k] = row[min(whole + k, row.size - 1)]
@@ -306,6 +312,7 @@ def give_rows(rows: np.ndarray, by: int, row: np.ndarray, table: np.ndarray) -> 
     """Rows that lie WIDTH side by side, a block every `by` numbers, go to these places in a table."""
     d, flat, start = table.shape[1], table.reshape(-1), 0
     for first in range(0, row.size, WIDTH):
+        # padding is not written back: what lies there is no row of this client
         whole = d // WIDTH * WIDTH if first + WIDTH <= row.size else 0
         for j in range(0, whole, WIDTH):
             turn_out(rows, start + j * WIDTH, flat, row, first, d, j)
@@ -319,6 +326,7 @@ def give_rows(rows: np.ndarray, by: int, row: np.ndarray, table: np.ndarray) -> 
 def add_rows(rows: np.ndarray, by: int, row: np.ndarray, table: np.ndarray) -> None:
     """Rows that lie WIDTH side by side, a block every `by` numbers, are added to these rows of a table; a row may be listed again."""
     d, flat, start = table.shape[1], table.reshape(-1), 0
+    # as in give_rows, padding is left out
     for first in range(0, row.size, WIDTH):
         whole = d // WIDTH * WIDTH if first + WIDTH <= row.size else 0
         for j in range(0, whole, WIDTH):
@@ -331,7 +339,7 @@ def add_rows(rows: np.ndarray, by: int, row: np.ndarray, table: np.ndarray) -> N
 
 @compiled()
 def fetch_rows(table: np.ndarray, row: np.ndarray, out: np.ndarray) -> None:
-    """These rows of a table, one after another."""
+    """Copy the listed rows of a table to `out`, one after another."""
     d, flat = table.shape[1], table.reshape(-1)
     for i in range(row.size):
         copy(flat, row[i] * d, out, i * d, d)

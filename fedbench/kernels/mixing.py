@@ -22,6 +22,7 @@ def in_float64(values: Tensor) -> Tensor:
 
 def signatures(tables: Tensor) -> Tensor:
     """[S, M, d] -> [S, M]: each client's items along the first principal component of its table, the largest entry positive."""
+    # an eigenvector has no sign of its own: without this rule equal tables could get opposite signatures
     scores = (_scores_on_cpu if tables.device.type == "cpu" else _scores_in_chunks)(tables)
     largest = scores.gather(1, scores.abs().argmax(dim=1, keepdim=True))
     return scores.mul_(torch.where(largest < 0, -1.0, 1.0))
@@ -33,6 +34,7 @@ def _scores_in_chunks(tables: Tensor) -> Tensor:
     size = max(1, BLOCK // max(1, tables[0].numel()))
     for chunk, out in zip(tables.split(size), scores.split(size), strict=True):
         centred = chunk - chunk.mean(dim=1, keepdim=True)
+        # in float64, for directions of close eigenvalues turn on the last digits
         direction = _direction(in_float64(centred.transpose(1, 2) @ centred)).to(tables)
         out.copy_((centred @ direction.unsqueeze(-1)).squeeze(-1))
     return scores
@@ -67,9 +69,11 @@ def _covariances(low: int, high: int, tables: np.ndarray, mean: np.ndarray, out:
             take_rows(tables[c], some, beside, 0, wide)
             for y in range(0, n * d, WIDTH):
                 put(beside, y, take(beside, y) - repeat(mean[c], y // WIDTH % d))
+            # padding repeats the last row: 0 after centring, it does not count
             for s in range(some.size, n):
                 beside[(n - WIDTH) * d + s % WIDTH : n * d : WIDTH] = 0
             products(beside, 0, wide, d, beside, 0, wide, d, part, 0, n // WIDTH, spare)
+            # a tile is summed in float32, which is fast, and tiles in float64, which is exact enough
             for j in range(d):
                 for k in range(d):
                     out[c, j, k] += part[j * d + k]

@@ -101,6 +101,7 @@ def adamw(
     kind = param.dtype.type
     b1, b2 = kind(BETA1), kind(BETA2)
     pairs, lanes = param.size // (2 * WIDTH) * (2 * WIDTH), param.size // WIDTH * WIDTH
+    # pairs of vectors, for two quotients share a division
     for at in range(0, pairs, 2 * WIDTH):
         x0, x1 = steps(first, second, at, slope * take(grad, at), slope * take(grad, at + WIDTH), pace, tiny)
         put(param, at, decay * take(param, at) - x0)
@@ -108,6 +109,7 @@ def adamw(
     for at in range(pairs, lanes, WIDTH):
         m, v = moments(first, second, at, slope * take(grad, at), tiny)
         put(param, at, decay * take(param, at) - pace[0] * m / (square_root(v) + pace[1]))
+    # what fills no vector, by the same formula
     for i in range(lanes, param.size):
         g = slope * grad[i]
         first[i] = b1 * first[i] + g
@@ -118,6 +120,7 @@ def adamw(
 @compiled(inline="always")
 def settled(total: float, seen: int, before: float, tolerance: float, epoch: int) -> tuple[float, bool]:
     """Running mean loss, and whether it hardly changed since the epoch before."""
+    # 1e-5: the loss before may be 0
     mean = total / seen
     return mean, epoch > 0 and abs(mean - before) / abs(before + 1e-5) < tolerance
 
@@ -188,15 +191,18 @@ def catch_up(
     missed = now - since
     if missed == 0:
         return
+    # older terms are below rounding, see FORGET
     terms = min(missed, share.size - 3)
     for k in range(terms):
         share[k] = rate_at[since + k] * fade[0, k + 1] * fade[2, missed - 1 - k]
         scale[k] = root_at[since + k] * fade[1, k + 1]
+    # whole fours, by terms of 0
     while terms % 4:
         share[terms] = zero
         scale[terms] = one
         terms += 1
     wide = param.size
+    # one root for all steps: the second moment only shrinks, and scale_t says by how much
     for i in range(wide):
         box[i] = np.sqrt(second[i])
         box[wide + i] = zero
@@ -205,9 +211,11 @@ def catch_up(
         r0, r1, r2, r3 = scale[k], scale[k + 1], scale[k + 2], scale[k + 3]
         for i in range(wide):
             x0, x1, x2, x3 = box[i] * r0 + eps, box[i] * r1 + eps, box[i] * r2 + eps, box[i] * r3 + eps
+            # c0 / x0 + c1 / x1 + c2 / x2 + c3 / x3, over one divisor
             left, right = x0 * x1, x2 * x3
             box[wide + i] += ((c0 * x1 + c1 * x0) * right + (c2 * x3 + c3 * x2) * left) / (left * right)
     decayed, first_left = fade[2, missed], fade[0, missed]
+    # fade[1] holds powers of sqrt(b2)
     second_left = fade[1, missed] * fade[1, missed]
     for i in range(wide):
         param[i] = decayed * param[i] - first[i] * box[wide + i]

@@ -15,6 +15,7 @@ from fedbench.kernels.vectors import EXACT, WIDTH, Lanes, filled, fold, intrinsi
 
 def _times(builder: Any, place: Any, left: Any, right: Any) -> None:
     """Add a product to the lanes at a place."""
+    # with `contract` in EXACT this is one instruction where the machine has a fused multiply-add
     builder.store(builder.fadd(builder.load(place), builder.fmul(left, right, flags=EXACT), flags=EXACT), place)
 
 
@@ -50,6 +51,7 @@ def mixer(outs: int, keeps: str, onto: bool = False) -> Any:
         def lanes(place: Any) -> Any:
             return builder.bitcast(place, vector.as_pointer())
 
+        # only loads and stores use these places: LLVM keeps them in registers
         sums = [cgutils.alloca_once(builder, vector) for _ in range(outs)]
         for o, place in enumerate(sums):
             first = builder.load(lanes(at(7, o * WIDTH)), align=align) if onto else filled(builder, builder.load(at(7, o)), vector)
@@ -63,6 +65,7 @@ def mixer(outs: int, keeps: str, onto: bool = False) -> Any:
         for o, place in enumerate(sums):
             value = builder.load(place)
             if keeps == "positive":
+                # ordered, and this way round: NaN is not below 0 and stays NaN, as in torch's relu
                 value = builder.select(builder.fcmp_ordered(">", nothing, value), nothing, value)
             builder.store(value, lanes(at(9, o * WIDTH)), align=align)
         return context.get_dummy_value()
@@ -100,6 +103,7 @@ def multiplier(ups: int, others: int, wide: int) -> Any:
                     place = at(array, builder.mul(loop.index, given[array + 2]), feature * WIDTH + first)
                     return builder.load(builder.bitcast(place, vector.as_pointer()), align=align)
 
+                # without AVX-512, sixteen numbers are two registers: half a block at a time leaves room for more sums
                 for first in range(0, WIDTH, wide):
                     left, right = [lanes(0, u, first) for u in range(ups)], [lanes(3, i, first) for i in range(others)]
                     for u in range(ups):
@@ -107,6 +111,7 @@ def multiplier(ups: int, others: int, wide: int) -> Any:
                             _times(builder, sums[u][i], left[u], right[i])
             for u in range(ups):
                 values = [builder.load(place) for place in sums[u]]
+                # two sums share each step of folding: one addition for both
                 for half in halves:
                     pairs = zip(values[::2], values[1::2], strict=True) if len(values) > 1 else [(values[0], values[0])]
                     values = [fold(builder, *pair, half) for pair in pairs]
@@ -172,6 +177,7 @@ def gatherer(many: int) -> Any:
             for o, place in enumerate(sums):
                 builder.store(builder.load(lanes(at(7, o * WIDTH)), align=align), place)
             with cgutils.for_range(builder, given[6]) as loop:
+                # lists of tables are int32, addresses are not
                 block = times(many * WIDTH, builder.sext(builder.load(at(2, loop.index)), ir.IntType(64)))
                 weight = filled(builder, builder.load(at(4, loop.index)), vector)
                 for o, place in enumerate(sums):
@@ -246,11 +252,13 @@ def factor_square(typing: Any, matrix: Any, at: Any, by: Any, inverse: Any, to: 
         ]
         rows = [builder.load(place, align=align) for place in places]
         for r in range(WIDTH):
+            # row r of what is left, over the root of its pivot, is row r of U: one division for sixteen numbers
             pivot = builder.extract_element(rows[r], ir.Constant(ir.IntType(32), r))
             turned = builder.fdiv(ir.Constant(kind, 1.0), known(builder, "llvm.sqrt", kind, pivot))
             builder.store(turned, builder.gep(last, [ir.Constant(whole, r)]))
             rows[r] = builder.fmul(rows[r], filled(builder, turned, vector), flags=EXACT)
             builder.store(rows[r], places[r], align=align)
+            # take from the rows below what row r accounts for
             for later in range(r + 1, WIDTH):
                 factor = filled(builder, builder.extract_element(rows[r], ir.Constant(ir.IntType(32), later)), vector)
                 rows[later] = _less(builder, rows[later], factor, rows[r])
@@ -271,6 +279,7 @@ def solve_square(typing: Any, matrix: Any, at: Any, by: Any, inverse: Any, to: A
         vector, whole = context.get_value_type(Lanes(matrix.dtype)), ir.IntType(64)
         first, last, known = (pointer(context, builder, signature, given, array) for array in (0, 3, 5))
         ahead = [builder.mul(ir.Constant(whole, r), given[2]) for r in range(WIDTH)]
+        # solved rows, of which every later one has its share taken off
         done: list[Any] = []
         for r in range(WIDTH):
             place = builder.bitcast(builder.gep(first, [ahead[r]]), vector.as_pointer())

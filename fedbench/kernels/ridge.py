@@ -66,8 +66,10 @@ def solve_listed_users(
         for s in range(used.size):
             used[s] = row[row_begin[c] + used[s]]
         shrink = l2 * (used.size + mass)
+        # exactly 0, without a system to solve
         if used.size == 0:
             user[c] = 0
+        # the smaller of two systems: one equation a sample, or one a feature
         elif padded(used.size) < diagonal.size:
             user[c] = _from_samples(table, used, value, diagonal, shrink)
         else:
@@ -90,12 +92,14 @@ def _counting(
 def _from_squares(flat: np.ndarray, d: int, used: np.ndarray, value: np.ndarray, base: np.ndarray, shrink: float) -> np.ndarray:
     """(base + shrink·1 + RᵀR)⁻¹Rᵀy of the used rows of a table with d numbers a row, with zeros behind."""
     size = padded(d)
+    # sixteen columns more: the right side goes along as the first of them
     by = size + WIDTH
     matrix, rows = uninitialised(size * by, base), uninitialised(CHUNK * by, base)
     matrix[:] = 0
     rows[:] = 0
     for i in range(d):
         copy(base[i], 0, matrix, i * by, d)
+    # padding has 1 on the diagonal: without it there would be no Cholesky factor
     for i in range(size):
         matrix[i * by + i] += shrink if i < d else 1
     for start in range(0, used.size, CHUNK):
@@ -119,10 +123,12 @@ def _from_samples(table: np.ndarray, used: np.ndarray, value: np.ndarray, diagon
     by = size + WIDTH
     beside, matrix = uninitialised(size * d, table), uninitialised(size * by, table)
     take_rows(table, used, beside, 0, d * WIDTH)
+    # R D^(-1/2), whose products of rows are R D⁻¹Rᵀ
     for j in range(d):
         root = spread(table.dtype.type(1 / np.sqrt(diagonal[j] + shrink)))
         for at in range(j * WIDTH, size * d, d * WIDTH):
             put(beside, at, root * take(beside, at))
+    # take_rows fills its last block with copies of a row, which must not count
     for s in range(n, size):
         beside[(size - WIDTH) * d + s % WIDTH :: WIDTH] = 0
     matrix[:] = 0
@@ -132,6 +138,7 @@ def _from_samples(table: np.ndarray, used: np.ndarray, value: np.ndarray, diagon
         matrix[s * by + size] = value[s] if s < n else 0
     each, out = uninitialised(size, table), uninitialised(d, table)
     solve(matrix, size, uninitialised(size, table), each)
+    # Rᵀ from the table itself, for `beside` was scaled; D⁻¹ last
     weighted_sum(table.reshape(-1), d, used, each, out)
     for j in range(d):
         out[j] /= diagonal[j] + shrink

@@ -36,6 +36,7 @@ def summed_by_item(item: Tensor, value: Tensor, items: int, weight: Tensor | Non
 @njit(nogil=True, cache=True)
 def _add_rows(item: np.ndarray, value: np.ndarray, weight: np.ndarray, total: np.ndarray, count: np.ndarray) -> None:
     """weight: [R], or [1] for all."""
+    # one thread: rows of an item are added in the order in which they were sent, so sums are the same in every run
     for start in range(0, item.size, AHEAD):
         fetch(total, item[start + AHEAD : start + 2 * AHEAD])
         for r in range(start, min(start + AHEAD, item.size)):
@@ -62,6 +63,7 @@ def move_rows(
 
     a, b: factors[c]. target [X, M, n], of which target[at[c]] is the client's; [1, 0, n] if there is none.
     """
+    # set and cleared by the list: clearing all of it for each client would cost a pass over all items
     listed = np.zeros(table.shape[1], np.bool_)
     for c in range(low, high):
         mine, toward, mask = table[place[c]], target[at[c]], row[begin[c] : begin[c] + touched[c]]

@@ -16,6 +16,7 @@ def unseen(seen: np.ndarray, rank: np.int64) -> np.int64:
     low, high = 0, seen.size
     while low < high:
         middle = (low + high) // 2
+        # before seen[middle] lie seen[middle] - middle items that are not seen
         if seen[middle] - middle <= rank:
             low = middle + 1
         else:
@@ -65,6 +66,7 @@ def sample(
         start, total = ptr[c], ptr[c + 1] - ptr[c]
         # many draws: the list of items to draw from; few among many items: a search a draw
         listed = outside(avoid, items) if items <= 16 * total else avoid[:0]
+        # item -> its place among the client's rows: a hash table that is at most half full, or has a slot for every item
         size = 1
         while size < min(items, 2 * total):
             size *= 2
@@ -76,10 +78,12 @@ def sample(
                 pick = np.int64(train_item[p])
                 repeated = j > 0
                 while repeated:
+                    # every try takes the next number of the stream: samples depend on the key alone, not on machine or thread
                     rank = below(stream[c], counter, free)
                     pick = np.int64(listed[rank]) if listed.size else unseen(avoid, rank)
                     counter += 1
                     repeated = False
+                    # different ones, if there are enough: else the loop would not end
                     if free >= k:
                         for s in range(first + 1, at):
                             if row[start + local[s]] == pick:
@@ -135,11 +139,13 @@ def sample_ratings(
         if extra == 0:
             continue
         avoid = avoid_item[avoid_ptr[u] : avoid_ptr[u + 1]]
+        # Fisher-Yates up to the `extra`-th place: the rest of the order is not needed
         order = np.arange(items - avoid.size)
         for i in range(extra):
             j = i + below(stream[c], i, order.size - i)
             order[i], order[j] = order[j], order[i]
             row[start + rated + i] = unseen(avoid, order[i])
+        # known: what was not rated counts as the client's mean rating; else it has no label
         label[start + rated : ptr[c + 1]] = label[start : start + rated].mean() if known else np.nan
 
 

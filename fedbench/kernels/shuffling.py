@@ -22,10 +22,12 @@ def permute(values: np.ndarray, key: np.uint64, epoch: int, batch: int) -> None:
     """Permute values in place, as `shuffle` does positions."""
     n = values.size
     if n > batch:
+        # every epoch has n numbers of the stream to itself
         swap, first = np.empty(n, np.int32), np.uint64(epoch * n)
         # a loop of its own, which vectorises: by 32-bit numbers, others have no vector instructions for it before AVX-512
         for i in range(n):
             swap[i] = np.int32(unit(key, first + np.uint64(i)) * np.float64(np.int32(i + 1)))
+        # Fisher-Yates; device_shuffling.py makes the same permutations on a GPU, so change both
         for i in range(n - 1, 0, -1):
             j = swap[i]
             values[i], values[j] = values[j], values[i]

@@ -14,15 +14,16 @@ from typing import Any
 from numba import get_num_threads, njit
 
 PARTS = 4
-"""portions of the clients that a thread takes one after another: who is through sooner takes more of them"""
+"""work chunks per thread, for load balancing: a thread that is done takes another"""
 
 
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """So many threads, which stay: to start them anew would take longer than scoring a few clients."""
+    """A pool of so many threads, kept: starting them anew would take longer than scoring a few clients."""
     return ThreadPoolExecutor(threads)
 
 
+# threads do not survive a fork
 os.register_at_fork(after_in_child=_pool.cache_clear)
 
 

@@ -22,6 +22,7 @@ def sigmoid(x):
 def log1p(x):
     """log(1 + x): what 1 + x rounds away is given back by the quotient."""
     one = 1.0 + x
+    # where 1 + x rounds to 1, log(1 + x) is x; the divisor is kept from 0 there, for both branches are computed
     return tl.where(one == 1.0, x, tl.log(one) * (x / tl.where(one == 1.0, 1.0, one - 1.0)))
 
 
@@ -49,6 +50,7 @@ def times_used(first, place, r, real, start, stop, most):
     low = tl.load(first + r, mask=real, other=0)
     high = tl.load(first + r + 1, mask=real, other=0)
     found = tl.zeros_like(low)
+    # comparisons, no atomic additions: the same run gives the same numbers
     for k in range(0, most):
         at = tl.load(place + low + k, mask=real & (low + k < high), other=-1)
         found += ((at >= start) & (at < stop)).to(tl.int32)

@@ -52,6 +52,7 @@ def _common(*given: Any) -> Any:
 
 def filled(builder: Any, value: Any, vector: Any) -> Any:
     """All lanes the same number."""
+    # the form in which LLVM recognises a broadcast
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
     return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), [0] * WIDTH))
 
@@ -88,6 +89,7 @@ def _with_lanes(operation: Any, instruction: str) -> None:
     apply = _elementwise(lambda builder, x, y, _: getattr(builder, instruction)(x, y, flags=EXACT), 2)
 
     def chosen(x: Any, y: Any) -> Any:
+        # two plain numbers keep numba's own operator
         return (lambda x, y: apply(x, y)) if isinstance(x, Lanes) or isinstance(y, Lanes) else None
 
     overload(operation, strict=False)(chosen)
@@ -101,6 +103,7 @@ def known(builder: Any, name: str, kind: Any, *values: Any) -> Any:
     """A call of one of LLVM's own functions."""
     scalar = kind.element if isinstance(kind, ir.VectorType) else kind
     name += f".{'v16' if scalar is not kind else ''}{'f32' if isinstance(scalar, ir.FloatType) else 'f64'}"
+    # a module may declare a function once only
     function = builder.module.globals.get(name) or ir.Function(builder.module, ir.FunctionType(kind, [kind] * len(values)), name)
     return builder.call(function, values)
 
@@ -131,6 +134,7 @@ def has_avx512() -> bool:
 
 def _halved(builder: Any, x: Any, times: Any, kind: Any) -> Any:
     whole, shift, bias = _integers(kind)
+    # 2^-k by its bits: an exponent and nothing else
     power = builder.shl(builder.sub(ir.Constant(whole, bias), builder.fptosi(times, whole)), ir.Constant(whole, shift))
     return builder.fmul(x, builder.bitcast(power, kind), flags=EXACT)
 
@@ -143,6 +147,7 @@ def _square_root(builder: Any, x: Any, kind: Any) -> Any:
     guess = builder.module.globals.get(name) or ir.Function(builder.module, ir.FunctionType(kind, [kind, kind, mask]), name)
     half, one = (ir.Constant(kind, [value] * WIDTH) for value in (0.5, 1.0))
     inverse = builder.call(guess, [x, x, ir.Constant(mask, -1)])
+    # x·g is about √x, for a guess g of 1/√x to 14 bits; Newton: + √x / 2 · (1 - √x·g)
     root = builder.fmul(x, inverse, flags=EXACT)
     wrong = builder.fsub(one, builder.fmul(root, inverse, flags=EXACT), flags=EXACT)
     return builder.fadd(root, builder.fmul(builder.fmul(root, half, flags=EXACT), wrong, flags=EXACT), flags=EXACT)
@@ -185,6 +190,7 @@ def take(typing: Any, array: Any, at: Any) -> Any:
     lanes = Lanes(array.dtype)
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        # aligned as one number: a row of a table may begin anywhere
         return builder.load(pointer(context, builder, signature, values, lanes=True), align=array.dtype.bitwidth // 8)
 
     return lanes(array, types.intp), generate
@@ -203,7 +209,7 @@ def repeat(typing: Any, array: Any, at: Any) -> Any:
 
 @intrinsic
 def put(typing: Any, array: Any, at: Any, value: Any) -> Any:
-    """Write them there."""
+    """Write Lanes to a flat array from `at` on. Nothing checks that there is room."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         builder.store(values[2], pointer(context, builder, signature, values, lanes=True), align=array.dtype.bitwidth // 8)
@@ -220,6 +226,7 @@ def prefetch(typing: Any, array: Any, at: Any) -> Any:
         place, whole = builder.bitcast(pointer(context, builder, signature, values), ir.IntType(8).as_pointer()), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [place.type, whole, whole, whole])
         function = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(builder.module, kind, "llvm.prefetch.p0")
+        # LLVM's flags: to read; kept in the second cache and those behind it; data
         read, keep, data = (ir.Constant(whole, value) for value in (0, 2, 1))
         builder.call(function, [place, read, keep, data])
         return context.get_dummy_value()

@@ -55,6 +55,7 @@ class Descent(Central):
         return fit + self.l2 * (batch.weight * norms).sum() / batch.weight.sum(), fit
 
     def epoch(self, server: Tensors, pool: Pool, draw: Draw, kernels: bool) -> tuple[Tensors, Tensor]:
+        # a copy: if this pass diverges, the server stays as it was
         server = {name: value.clone() for name, value in server.items()}
         model = {name: value for name, value in server.items() if "/" not in name}
         loss = (self.descend_by_kernel if kernels else self.descend)(server, model, pool)
@@ -65,6 +66,7 @@ class Descent(Central):
         """A pass over the samples, in place; returns the mean loss."""
         leaves = {name: value.requires_grad_() for name, value in model.items()}
         adam = torch.optim.Adam(leaves.values(), lr=self.lr, fused=True)
+        # moments stay in the server's dict, where torch changes them in place
         for name, value in leaves.items():
             adam.state[value] = {
                 "step": server["adam/steps"].clone(),
@@ -79,6 +81,7 @@ class Descent(Central):
             objective.backward()
             adam.step()
             total += fit.detach() * len(label)
+        # between rounds they are plain tensors
         for value in leaves.values():
             value.requires_grad_(False)
         return total / len(pool.label)

@@ -80,12 +80,15 @@ class FederatedItems(AskedOnce):
         return {name: draw.zeros(world.items, world.items) for name in ("gram", "items")}
 
     def answer(self, server: Tensors) -> Answer:
+        # client code sees rows: this says which items they are
         return Answer({"items": server["items"], "index": torch.arange(len(server["items"]), device=server["items"].device)})
 
     def bits(self, world: World) -> dict[str, float]:
+        # both sides can number the items, so nothing travels
         return {"index": 0}
 
     def receive(self, own: Tensors, sent: Tensors) -> Tensors:
+        # a byte an item: every client has M of them
         return {**sent, "user": torch.zeros_like(sent["items"][0], dtype=torch.uint8)}
 
     def stages(self, sent: Tensors) -> tuple[Stage, ...]:
@@ -96,6 +99,7 @@ class FederatedItems(AskedOnce):
 
     def upload(self, held: Tensors, sent: Tensors, samples: Tensor) -> Tensors:
         size = held["user"].to(samples.dtype).sum().clamp(min=1)
+        # v vᵀ has v twice: half of the power in each
         return {"gram" if self.secure else "pairs": held["user"][sent["index"]].to(samples.dtype) * size ** (-self.user_power / 2)}
 
     def gram(self, server: Tensors, uploads: Uploads) -> Tensor:
@@ -154,6 +158,7 @@ def ease(gram: Tensor, l2: float) -> Tensor:
 
     l2 0: the root of the trace of G, which is the number of interactions; near the best on all data that we tried.
     """
+    # a copy, for it is changed in place; in float64, for the inverse of a badly conditioned matrix loses digits
     inverse = gram.cpu().to(torch.float64, copy=True)
     inverse.diagonal().add_(l2 or float(inverse.trace().clamp(min=1).sqrt()))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(inverse))

@@ -74,7 +74,7 @@ class Merging(Algorithm):
     lr_adapter: float = 0.1
     """local learning rate of Adam for the adapter"""
     merge_loss: str = "inside"
-    """what trains the adapter: inside (every forward pass merges once more, so that rows learn through it) or beside (rows learn as they
+    """what trains the adapter: inside (every forward pass merges again, so that rows learn through it) or beside (rows learn as they
     are; the adapter learns from the loss of merged rows, with all else frozen)"""
 
     choices = {**Algorithm.choices, "merge": MERGES, "merge_loss": MERGE_LOSSES}
@@ -128,6 +128,7 @@ class Mergeable(Merging):
     later = ("merge", "rho", "adapter", "lr_adapter", "merge_loss")
 
     def __new__(cls, *args: Any, **fields: Any) -> Any:
+        # another class, not a flag within: which tables clients keep is a fact of a class
         on = fields.get("merge", cls.merge) != "replace" and not issubclass(cls, Keeping)
         return object.__new__(keeping(cls) if on else cls)  # type: ignore[arg-type]
 
@@ -158,6 +159,7 @@ class Keeping(Mergeable):
     @property
     def host(self) -> Mergeable:
         """The method itself, with these flags, in this round."""
+        # not by the constructor, which would turn merging on again
         made: Mergeable = object.__new__(self._host)
         made.__dict__.update(self.__dict__)
         return made
@@ -165,8 +167,10 @@ class Keeping(Mergeable):
     def init_client(self, world: World, draw: Draw) -> Tensors:
         made = self.host.init_client(world, draw)
         if self.keeps not in made:
+            # clients begin with the server's first rows: merging these changes nothing
             first = self.host.init_server(world, Draw(draw.seed, draw.when, None, draw.dtype, draw.device))[self.merges[-1]]
             made = {**made, self.keeps: first if draw.clients is None else first.expand(len(draw.clients), *first.shape)}
+        # all adapters begin alike
         return {**made, "adapter": init_mlp(draw.same, "adapter", self.sizes)} if self.merge == "elastic" else made
 
     def rows_of(self, sent: Tensors) -> Tensor:
@@ -179,6 +183,7 @@ class Keeping(Mergeable):
 
     def receive(self, own: Tensors, sent: Tensors) -> Tensors:
         rows = self.after_merge(own, sent)
+        # trained under the method's name, kept under its own
         return {**own, **self.host.receive(own, sent), self.merges[-1]: rows, self.keeps: rows}
 
     def phases(self, sent: Tensors) -> tuple[Phase, ...]:
@@ -195,6 +200,7 @@ class Keeping(Mergeable):
 
         if self.merge_loss == "inside":
             return through_the_merge(held)
+        # rows learn as they are, above; here the adapter alone learns
         frozen = {name: value if name == "adapter" else value.detach() for name, value in held.items()}
         return self.host.loss(held, sent, batch) + gradient_alone(through_the_merge(frozen))
 

@@ -141,7 +141,7 @@ def _onto_limits(x: np.ndarray, max_weight: float) -> np.ndarray:
 
 
 def delivered(server: Tensors, name: str, value: Tensor, to: Tensor, uploads: Uploads, spent: Tensor | None = None) -> Tensors:
-    """The server with `value` [R, ...] for the clients `to` [R], beside what others have not come for yet: `name` and `slot` [U].
+    """The server with `value` [R, ...] ready for the clients `to` [R], beside what still waits for others: `name` and `slot` [U].
 
     `value` may be one for all of them, [1, ...]. Workers that share a run keep what is for their own clients.
     spent: the clients for whom nothing older is kept; the round's if not given

@@ -80,10 +80,12 @@ def solve_where_they_lie(plan: Ridge, samples: Lists, sent: Mapping[str, Tensor]
     """
     items = sent["items"]
     d, wide = items.shape[1], padded.py_func(items.shape[1])
+    # in float64, for directions of close eigenvalues turn on the last digits
     values, basis = torch.linalg.eigh(sent["gram"].double())
     basis = basis.to(items)
     table, diagonal = items.new_zeros(len(items), wide), items.new_ones(wide)
     table[:, :d] = items @ basis
+    # rounding may leave an eigenvalue below 0
     diagonal[:d] = plan.everywhere * values.clamp(min=0)
     user, kind = table.new_empty(len(samples.begin), wide), table.numpy().dtype.type
     mass, l2 = kind(plan.everywhere * sent["size"].item()), kind(plan.l2)

@@ -29,6 +29,7 @@ AT_ONCE = 1 << 14
 def to_fixed(values: np.ndarray) -> np.ndarray:
     """[n, ...] float -> [n, ...] int64, such that the sum over n fits."""
     scaled = np.rint(values.astype(np.float64) * 2.0**FRACTION)
+    # before the cast: a number out of range has no int64
     check_range(np.abs(scaled).max(initial=0.0) / 2.0**FRACTION, len(values))
     return scaled.astype(np.int64)
 
@@ -62,8 +63,10 @@ def masked(values: np.ndarray, clients: np.ndarray, seed: int, when: int) -> np.
     n = len(values)
     width = min(NEIGHBOURS, n - 1)
     pair = np.empty((n, width), np.uint64)
+    # one key a pair, which both of its clients know and the server does not
     for j in range(width):
         pair[:, j] = keys(seed, when, f"mask/{j}", clients)
+    # unsigned: these wrap around by definition
     out = values.view(np.uint64).copy()
     _mask(pair, out)
     return out.view(np.int64)
@@ -87,11 +90,13 @@ def row_sum(rows: Rows, items: int) -> Tensor:
     check_rows(rows, float(rows.value.abs().max()) if len(rows.value) else 0.0)
     total = torch.zeros(items, *rows.value.shape[1:], dtype=torch.int64, device=rows.value.device)
     for item, value in zip(rows.item.split(AT_ONCE), rows.value.split(AT_ONCE), strict=True):
+        # every number is rounded before it is added, as each device rounds its own
         total.index_add_(0, item, (value.cpu().double() * 2.0**FRACTION).round().to(total))
     return (rows.total(total).cpu().double() / 2.0**FRACTION).to(rows.value)
 
 
 def check_rows(rows: Rows, here: float) -> None:
     """Raise FedbenchError, on all workers, unless numbers as large as this worker's largest can be added up in fixed point."""
+    # asked of all workers: one that raised alone would leave the others waiting
     too_large = rows.total(torch.tensor([0.0 if here < room(rows.clients) else 1.0], device=rows.value.device))
     check_range(float("inf") if too_large.any() else here, rows.clients)

@@ -64,6 +64,7 @@ class SharedModel(Algorithm):
         for name, change in changes.items():
             value = server[name]
             if isinstance(change, Tensor):
+                # no table: everybody sent all of it, so all of it moves
                 moves, mean = value.new_ones((), dtype=torch.bool), weighted_mean(change, weight)
             elif kept is not None and self.average == "cohort":
                 moves, mean = value.new_ones((), dtype=torch.bool), mean_of_whole_tables(change, value, kept)

@@ -271,6 +271,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
             raise UsageError(f"{folder}: no such folder; give folders of runs, or folders above them")
         for path in sorted(folder.rglob("config.json")):
             if (path.parent / "summary.json").exists():
+                # a folder that is reached in two ways counts once
                 found.setdefault(path.parent.resolve(), path.parent)
             else:
                 unfinished.add(path.parent.resolve())
@@ -342,6 +343,7 @@ def make_board(dataset: str, fingerprint: str, runs: Sequence[Run], metric: str 
     lead = next((one for one in metrics if one.key == metric), metrics[0])
     first = runs[0]
     for run in runs:
+        # one fingerprint is one split, so clients that differ mean a damaged file
         if not run.clients["user"].equals(first.clients["user"]):
             raise DataError(f"{run.folder} and {first.folder} have one fingerprint, but other clients; one of them is damaged")
     methods = []
@@ -378,6 +380,7 @@ def make_methods(runs: Sequence[Run], remarks: list[str]) -> list[Method]:
     # a key that only newer runs have is no difference
     differ = [key for key in keys if len({json.dumps(run.config[key]) for run in runs if key in run.config}) > 1]
     groups: dict[str, dict[tuple[int, int], Run]] = defaultdict(dict)
+    # oldest first: of runs with equal settings and seed the newest stays
     for run in sorted(runs, key=lambda run: run.when):
         group = groups[json.dumps([run.config.get(key) for key in differ])]
         place = run.seed, run.fold or 0
@@ -403,6 +406,7 @@ def compare(board: Board) -> list[Row]:
     """Every method's metrics with their intervals, and its leading metric against the best method's and the floor's."""
     methods, lead, floor = board.methods, board.lead, board.floor_values
     values = [[board.values(method, metric) for method in methods] for metric in board.metrics]
+    # resampled together: all methods meet the same drawn clients, so differences are paired
     rows = [*(seeds for by_method in values for seeds in by_method), *([] if floor is None else [floor])]
     means = significance.bootstrap(rows, board.weights)
     estimates: list[dict[str, Estimate]] = [{} for _ in methods]

@@ -130,6 +130,7 @@ def write(page: Page, out: Path) -> Path:
         for figure in drawn:
             with replacing(out / "figures" / f"{figure.name}.png") as file:
                 file.write(figure.png)
+        # the page last: where it is, the rest is
         for name, text in (("report.md", markdown), ("report.json", facts), ("report.html", html)):
             write_text(out / name, text)
     except OSError as error:

@@ -73,6 +73,7 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folders = given.runs if given.experiment is None else finished_folders(given.experiment, Path(scratch))
         runs, remarks = read_runs(folders)
+        # a run that was downloaded has no folder that stays
         sources = [str(run.folder).replace(f"{scratch}/", "MLflow run ") for run in runs]
         copies = {run.folder: mlflow_run_of(run.folder) for run in runs}
     if given.fingerprint:
@@ -237,6 +238,7 @@ def mark_best(table: Sequence[list[Cell]], column: int, sign: int) -> None:
     """Mark the best cells of a column, in place; the floor and chance count too."""
     known = [cells[column] for cells in table if cells[column].value is not None]
     if known:
+        # by the text: values that read the same are equal to a reader
         best = max(known, key=lambda cell: sign * (cell.value or 0)).text
         for cells in table:
             if cells[column].text == best:
@@ -324,6 +326,7 @@ def spread_table(board: Board) -> Table:
 def size_thirds(board: Board) -> list[tuple[str, np.ndarray]]:
     """Clients by how much they train on: a label and who belongs to it [U]; equal sizes stay together, so there can be fewer than three."""
     sizes = board.first.clients["train_items"].to_numpy()[board.tested]
+    # thirds that are equal fall together: many clients may have one size
     group = np.searchsorted(np.unique(np.quantile(sizes, [1 / 3, 2 / 3])), sizes, side="left")
     return [(f"{sizes[group == one].min()}–{sizes[group == one].max()} items", group == one) for one in np.unique(group)]
 
@@ -343,6 +346,7 @@ def representative(board: Board) -> dict[str, Method]:
 def datasets_section(boards: Sequence[Board]) -> Section:
     """Friedman and Nemenyi over datasets, or why not."""
     title = "Critical differences over datasets"
+    # under a leaky protocol ranks would say who uses the leak best
     honest = [board for board in boards if not board.leaky and board.lead == boards[0].lead]
     chosen = [representative(board) for board in honest]
     everywhere = [name for name in chosen[0] if all(name in one for one in chosen)] if chosen else []

@@ -56,6 +56,7 @@ class Block:
 
     def order(self, epoch: int, batch: int) -> Tensor:
         """[C, S] the order of samples in an epoch; padding stays at the end."""
+        # one batch each: no order to choose
         if (self.counts <= batch).all():
             return torch.arange(self.local.shape[1], device=self.local.device).expand(self.local.shape)
         if self.local.device.type == "cuda":
@@ -77,6 +78,7 @@ class Block:
         first, counts = share_of(stage, self.counts)
         where = first[:, None] + np.arange(max(1, int(counts.max())))
         order = self._shuffled(self.halves, 0, 1)
+        # behind a client's samples any index will do, for `count` masks them
         take = moved(np.take_along_axis(order, np.minimum(where, order.shape[1] - 1), axis=1), self.local.device)
         count = moved(counts, self.local.device)
         return replace(self, local=self.local.gather(1, take), label=self.label.gather(1, take), count=count, counts=counts)
@@ -84,6 +86,7 @@ class Block:
 
 def share_of(stage: Stage, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[C] the first sample of a stage, and how many it has, of the samples that were shuffled for it."""
+    # the odd sample is in the support half
     half = -(-counts // 2)
     first = half if stage.part == "query" else np.zeros_like(half)
     many = {"all": counts, "support": half, "query": counts - half}[stage.part]
@@ -98,6 +101,7 @@ def part_of(samples: Samples, stage: Stage, halves: np.ndarray) -> Samples:
     orders(halves, samples.ptr, 0, 1, order)
     first, counts = share_of(stage, samples.counts)
     ptr = np.concatenate([[0], np.cumsum(counts)])
+    # the place in the order of each sample of the stage, then the sample that stands there
     take = np.repeat(samples.ptr[:-1] + first - ptr[:-1], counts) + np.arange(ptr[-1])
     take = np.repeat(samples.ptr[:-1], counts) + order[take]
     return Samples(samples.clients, ptr, samples.local[take], samples.label[take], samples.row_ptr, samples.row)
@@ -115,6 +119,7 @@ def pad(low: int, high: int, values: np.ndarray, ptr: np.ndarray, which: np.ndar
 def blocks(samples: Samples, kind: np.ndarray, batch: int, block_rows: int) -> Iterator[np.ndarray]:
     """Positions in the cohort in blocks of at most `block_rows` padded rows: kinds apart, like sizes together."""
     size = np.maximum(samples.touched, 1)
+    # kinds first, then batches an epoch, then rows: the last key of lexsort leads
     order = np.lexsort((size, -(-samples.counts // batch), kind))
     start = 0
     while start < len(order):
@@ -184,6 +189,7 @@ class ArrayPool:
     def empty(self, name: str, size: int, kind: type) -> np.ndarray:
         """Uninitialised array from the reuse pool."""
         kept = self.kept.setdefault(name, [])
+        # 2: this list and the call itself; a view of the array, such as a round's uploads, would make it more
         free = [at for at in range(len(kept)) if sys.getrefcount(kept[at]) == 2]
         fits = [at for at in free if kept[at].size >= size and kept[at].dtype == kind]
         if not fits:

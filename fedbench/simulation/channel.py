@@ -73,7 +73,7 @@ class Screen(Hop):
 
 
 class SecureSum(Hop):
-    """Of uploads in `summed` the server sees the sum of the clients' masked parts and nothing else."""
+    """The server sees of uploads in `summed` the sum of the clients' masked parts and nothing else."""
 
     side = SERVER
     sums = True

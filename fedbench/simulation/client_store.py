@@ -4,7 +4,7 @@ A process that shares the clients out with others holds a range of them only; th
 
 It lies in memory or, where it does not fit, in memory-mapped files. Those are sparse and hold only the clients that have taken part:
 what another one starts with is drawn anew from its own stream whenever it is asked for. The files have no name in their folder, so
-nothing is left behind however a process ends; what a run goes on from is its checkpoint.
+nothing is left behind however a process ends; a run resumes from its checkpoint, not from these.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class ClientStore:
         self.clients = range(world.clients) if clients is None else clients
         self.kept: np.ndarray | None = None
         """[U] whether a client's rows are in the tensors; None: all are"""
+        # one client tells names, shapes and size of all
         one = self.initial(np.arange(1))
         self.client_bytes = sum(t.numel() * t.element_size() for t in one.values())
         self.lent = 0
@@ -88,14 +89,15 @@ class ClientStore:
                 self.tensors[name][self.place(some)] = value
 
     def take_part(self, clients: np.ndarray) -> None:
-        """These clients' rows are about to change: from now on they are in the tensors."""
+        """Give these clients rows in the tensors: they are about to change."""
         if self.kept is not None:
+            # only now, as their rows are about to change: until then the file has no blocks for them
             new = clients[~self.kept[clients]]
             self._keep(new)
             self._draw(new)
 
     def overwrite(self, clients: np.ndarray) -> None:
-        """These clients and no others have rows in the tensors, which are about to be written."""
+        """Give these clients, and no others, rows in the tensors: they are about to be written."""
         if self.kept is not None:
             self.kept[:] = False
             self._keep(clients)
@@ -114,8 +116,10 @@ class ClientStore:
         """A store that holds what these clients keep, to be read. They must all be fresh, or none."""
         if self.kept is None:
             return self
+        # from the same streams as at the start, so the same numbers
         if not self.kept[clients.numpy()].all():
             return Lent.of({name: value.contiguous() for name, value in self.initial(clients.numpy()).items()})
+        # pages of a mapped file that were read stay in memory until they are released
         self.lent += len(clients) * self.client_bytes
         if self.lent > 8 * CHUNK:
             self.room.release()
@@ -141,7 +145,7 @@ class ClientStore:
 
 
 class Lent(ClientStore):
-    """What those clients hold that it is asked for, in their order."""
+    """What the clients hold that it was made for, in their order."""
 
     def place(self, clients: Clients) -> Clients:
         return torch.arange(len(clients)) if isinstance(clients, Tensor) else np.arange(len(clients))
@@ -155,6 +159,7 @@ class SomeClients(ClientStore):
         self.tensors, self.clients, self.client_bytes, self.lent = tensors, range(world.clients), 0, 0
         self.kept = np.zeros(world.clients, bool)
         self.kept[clients] = True
+        # a row for each kept client; what others point at is never read
         self.row = np.cumsum(self.kept) - 1
 
     def place(self, clients: Clients) -> Clients:

@@ -65,6 +65,7 @@ class Closed:
         for key, width in self.tables.items():
             array, at = arrays[key]
             given += [array.reshape(len(array), -1, width), at[some]]
+        # parameters are few: copied in the type of the sums; rows of tables are widened by the kernel
         for key in sorted(parts.sums.params):
             array, at = arrays[key]
             given += [array.reshape(len(array), -1).astype(kind), at[some]]
@@ -80,6 +81,7 @@ def made(algorithm: Algorithm, shapes: tuple[Shapes, Shapes], dtype: torch.dtype
     """Record `solve`, cut it, and write and load the kernel of its sums. shapes: of what a client holds and was sent."""
     watching, context = watched(algorithm)
     leaves, constants = examples(*shapes, dtype), Constants()
+    # called once for the names and shapes that it returns
     found = watching.solve(*given_to_client(leaves))
     names, shape = list(found), {name: leaf.shape for (kind, name), leaf in leaves.items() if kind == "held"}
 
@@ -94,6 +96,7 @@ def made(algorithm: Algorithm, shapes: tuple[Shapes, Shapes], dtype: torch.dtype
     parts = closed.cut(function, leaves, constants)
     if any(not leaves[key].is_floating_point() for key in (*parts.sums.tables, *parts.sums.params, *parts.reads)):
         raise Unsupported("whole numbers in a closed form")
+    # two made-up clients: what torch cannot map fails here, not in the middle of a round
     try:
         two = [torch.ones(2, *shape, dtype=parts.kinds[name]) for name, shape in parts.shapes.items()]
         vmap(parts.rest)(*two, *(leaves[key].expand(2, *leaves[key].shape) for key in parts.reads))

@@ -107,6 +107,7 @@ class Kernel:
         some = next(iter(arrays.values()))[0]
         kind, clients = some.dtype.type, len(samples[0])
         given: list[Any] = [*samples]
+        # array[at[c]] is client c's; rows follow one another, whatever shape each has
         for key, width in self.model.tables.items():
             array, at = arrays[key]
             given += [array.reshape(len(array), -1, width), at]
@@ -114,6 +115,7 @@ class Kernel:
             array, at = arrays[key]
             given += [array.reshape(len(array), -1), at]
         for name, width in self.model.trained_tables.items():
+            # numba compiles for types: an argument that is not used must still have one
             array, what = outs.get(name, (np.empty((0, width), some.dtype), 0))
             given += [array.reshape(-1, width), what]
             array, at = keeps.get(name, (np.empty((1, 0, width), some.dtype), np.zeros(clients, np.int64)))
@@ -142,6 +144,7 @@ class Usual:
         """From how many training items clients have; each: negatives for each of them, drawn from the other items."""
         mine = train_counts[train_counts > 0]
         others = np.maximum(1, items - mine)
+        # k draws among n others reach n · (1 - (1 - 1/n)^k), about n · (1 - exp(-k/n)), different ones
         return cls(mine * (1 + each), mine + others * (1 - np.exp(-each * mine / others)))
 
     def steps(self, batch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -231,16 +234,20 @@ def made(algorithm: Algorithm, stage: Stage, shapes: tuple[Shapes, Shapes], usua
     updates = tuple(update(algorithm, number, name, phase, held, sent) for number, phase in enumerate(stage.phases) for name in phase.names)
     batch = stage.batch_size or NO_LIMIT
     tables = [one for one in updates if one.table]
+    # of a table that two phases move, each phase has moments: there is no one step to catch up on
     once = len({one.name for one in tables}) == len(tables)
     gather, dense = (False, True) if all_rows else ways_to_hold(graphs, usual, batch)
     for _, outputs in graphs[:-1]:
         del outputs["loss"]  # the running mean is that of the last phase
+    # missed steps are made up for at one rate, so not where rates decay
     lazy = once and not any(one.moves_all for one in tables) and all(phase.lr_decay == 1 for phase in stage.phases)
     models: dict[bool, driver.Model] = {}
     found = kept(common, [(outputs, set(phase.names)) for phase, (_, outputs) in zip(stage.phases, graphs, strict=True)])
+    # dense first: steps that move no table at once serve both ways, and are written once
     for fuse in [True] * dense + [False] * gather:
         steps = []
         for number, (phase, (graph, outputs)) in enumerate(zip(stage.phases, graphs, strict=True)):
+            # a table steps while its gradient is made only if nothing must be known first: a clip needs the whole norm, a pull its target
             plain = fuse and phase.optimizer == "adam" and not phase.clip and not phase.pull
             ready = [one.name for one in updates if one.phase == number and one.table and plain and len(held[one.name]) == 2]
             other = models[True].steps[number] if models else None
@@ -300,6 +307,7 @@ def gradient_graph(
     algorithm: Algorithm, phase: Phase, held: Shapes, sent: Shapes, within: Graph | None = None
 ) -> tuple[Any, dict[str, Value]]:
     """The graph of the loss and of its gradient by the names of a phase. within: a graph to add it to."""
+    # in float64, so that constants keep their digits whatever a run's type is
     leaves = examples(held, sent, torch.float64)
 
     def function(*tensors: Tensor) -> list[Tensor]:
@@ -341,12 +349,12 @@ def update(algorithm: Algorithm, number: int, name: str, phase: Phase, held: Sha
 
 
 def shapes_of(algorithm: Algorithm, tensors: Tensors) -> Shapes:
-    """Of blocks [C, ...]: of one client, "n" in place of touched rows."""
+    """Shapes of one client's tensors, from those of a block [C, ...]; "n" in place of touched rows."""
     return {name: shape_of(value[0], name in algorithm.tables) for name, value in tensors.items()}
 
 
 def shape_of(value: Tensor, table: bool) -> tuple[int | str, ...]:
-    """Of one client's tensor, "n" in place of the rows of a table."""
+    """Shape of one client's tensor; "n" in place of the rows of a table."""
     shape = (LANE, *value.shape[1:]) if table else tuple(value.shape)
     return shape if value.is_floating_point() else (*shape, trace.WHOLE)
 
@@ -360,10 +368,12 @@ def train_block(
     kernel: Kernel, algorithm: Algorithm, block: Block, held: Tensors, sent: Tensors, stage: Stage, epoch: int
 ) -> tuple[Tensors, Tensor, Tensor]:
     """Train a block by a derived kernel. Returns what is held then, running mean losses and steps."""
+    # kernels write in place, and what was sent to all is one tensor seen by many clients
     held = {name: value.clone(memory_format=torch.contiguous_format) for name, value in held.items()}
     dtype = next(value.dtype for value in held.values() if value.is_floating_point())
     everyone = np.arange(len(block.counts))
     width, rows = block.local.shape[1], block.rows.shape[1]
+    # in a block, a client's table is its touched rows alone: row t is number t, and all lists of rows are 0, 1, 2, ...
     samples = (
         *(block.stream, everyone * width, block.counts, block.local.reshape(-1).numpy().astype(np.int32)),
         *(block.label.reshape(-1).numpy().astype(np.float32), 0 * everyone, block.touched, np.arange(rows, dtype=np.int32)),

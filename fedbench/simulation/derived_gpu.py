@@ -139,11 +139,13 @@ def row_lists(block: Block, epoch: int, epochs: int, batch: int, dtype: torch.dt
     height = block.rows.shape[1]
     device = block.local.device
     real = torch.arange(width, device=device) < block.count[:, None]
+    # padding is put on a row behind the last: sorted, it comes last, and `first` never reaches it
     local = torch.where(real, block.local, height).to(torch.int64)
     sorted_rows, by_row = torch.sort(local, dim=1, stable=True)
     ends = torch.arange(height + 1, device=device).expand(clients, -1).contiguous()
     first = torch.searchsorted(sorted_rows, ends)
     labels = torch.zeros(clients, height + 1, dtype=dtype, device=device).scatter_(1, local, block.label.to(dtype))[:, :height]
+    # where everybody has one batch, the order of samples makes no difference: one list for all epochs
     shuffled = bool((block.counts > batch).any())
     position = torch.arange(width, device=device, dtype=torch.int32).expand(clients, -1)
     places = [torch.zeros_like(position).scatter_(1, block.order(e, batch), position) for e in range(epoch, epoch + epochs * shuffled)]

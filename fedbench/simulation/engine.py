@@ -42,7 +42,7 @@ WIDE = 16
 
 @dataclass(frozen=True)
 class Round:
-    """What one round of a cohort left behind."""
+    """The result of one round of a cohort."""
 
     uploads: Uploads
     loss: Tensor
@@ -53,7 +53,7 @@ class Round:
 
 
 class Done(NamedTuple):
-    """What a block left behind."""
+    """The result of a block."""
 
     block: Block
     loss: Tensor
@@ -108,6 +108,7 @@ class Engine:
     def twin(self, kernels: bool, dtype: torch.dtype | None = None) -> Engine:
         """One of two engines that are compared: with kernels or without, in arrays of its own, never compiled."""
         other = copy.copy(self)
+        # never compiled: that would take longer than the comparison
         other.compared, other.pool, other.step = None, ArrayPool(), partial(step, gradients=kernel_check.gradients)
         other.dtype = dtype or self.dtype
         if not kernels:
@@ -136,6 +137,7 @@ class Engine:
         answer = self.algorithm.answer(server)
         clients = torch.from_numpy(samples.clients).to(self.device)
         sent = sent_to(answer, clients)
+        # first, while the store is as clients left it: the merge below writes to it
         kernel_check.training(self, server, store, samples, sent, when)
         epochs = np.full(len(clients), self.algorithm.local_epochs) if epochs is None else epochs
         kind = LEVELS * epochs + sent  # one number for both, so that equal clients are found by counting
@@ -181,8 +183,10 @@ class Engine:
         for block in self.packed(samples, kind, when, self.block_rows * WIDE, "/evaluation"):
             sent = sent_rows(reaching(answer, block.sent), block.clients, block.rows, self.algorithm.tables)
             held = vmapped(self.algorithm.receive, {}, sent)
+            # evaluation rebuilds from all training samples, also where training uses half of them
             stage = self.algorithm.stages(sent)[0]._replace(part="all")
             held, _, _ = self.work(block.part(stage), held, sent, stage)
+            # what `receive` adds to what was sent is private
             for name in held.keys() - sent.keys():
                 if name not in rebuilt:
                     rebuilt[name] = held[name].new_zeros(self.world.clients, *held[name].shape[1:])
@@ -214,7 +218,9 @@ class Engine:
         check_stages(algorithm, stages, held, sent)
         for stage in of_private(stages, store.tensors) if frozen else stages:
             held, found, steps = self.work(block.part(stage), held, sent, stage, epoch)
+            # a closed form has no loss: that of the last stage which trains stays
             loss, epoch = found if stage.phases else loss, epoch + stage.epochs
+            # all rows of a whole table; the touched ones are written over by write_back
             for name in algorithm.own_tables:
                 move_untouched(store, block.clients, name, stage.phases, steps, answer)
             for name in (name for phase in stage.phases for name in phase.names):
@@ -225,6 +231,7 @@ class Engine:
         uploaded = {name: value for name, value in uploaded.items() if name not in stored}
         if stored and not uploads_as_stored(algorithm, held, sent, samples, store):
             uploaded, stored = {**uploaded, **upload_whole(algorithm, block, held, samples, answer, store)}, ()
+        # last, for uploads of whole tables are read from the store above
         self.write_back(block, vmapped(algorithm.keep, held, sent), store)
         return Done(block, loss, uploaded, stored, updates)
 
@@ -264,6 +271,7 @@ class Engine:
         if self.derived is None or self.derived.off:
             return None
         kernel = self.derived.fitting(self.algorithm, block, held, sent, stage)
+        # once a module: blocks that differ in size alone share a kernel
         if kernel is not None and kernel.module not in self.derived.compared:
             few = few_of(block, min(kernel_check.CLIENTS, len(block.counts)))
             size, short = len(few.counts), stage._replace(epochs=min(stage.epochs, kernel_check.EPOCHS))
@@ -318,6 +326,7 @@ class Engine:
         for e in range(epoch, epoch + stage.epochs):
             order = block.order(e, size)
             for start in range(0, order.shape[1], size):
+                # steps of this stage that each client has made by now; those with few samples make fewer an epoch
                 made = (e - epoch) * batches + np.minimum(start // size, batches)
                 if stage.max_steps is not None and (made >= stage.max_steps).all():
                     break
@@ -359,6 +368,7 @@ class Engine:
             if tables.get(name) == SHARED:
                 value = torch.cat([one.uploaded[name].flatten(0, 1)[one.block.valid] for one in done])
                 item = torch.cat([one.block.rows.reshape(-1)[one.block.valid] for one in done])
+                # blocks go by size: rows return to the order of the cohort
                 client = np.concatenate([np.repeat(one.block.position, one.block.touched) for one in done])
                 order = torch.from_numpy(np.argsort(client, kind="stable")).to(self.device)
                 tensors[name] = Rows(torch.from_numpy(samples.touched).to(self.device), item[order], value[order])
@@ -390,7 +400,9 @@ def rows_that_fit(dim: int, device: str) -> int:
             room = os.sysconf("SC_LEVEL2_CACHE_SIZE")
         except (ValueError, OSError):
             room = 0
+        # the system does not say: 2 MB
         room = room if room > 0 else 1 << 21
+    # four arrays (rows, gradients, two moments) of four bytes a number
     return min(max(room // (dim * 4 * 4), 1 << 10), 1 << 20)
 
 

@@ -47,6 +47,7 @@ def exposure(uploads: Uploads, tables: Collection[str], split: Split, seed: int,
         mine = slice(None) if own is None else slice(*np.searchsorted(clients[picked], [own.start, own.stop]))
         ptr, item, moved = _sent(rows, picked[mine]) if rows else _apart(whole, at, mine)
         auc = np.empty((len(picked[mine]), 2))
+        # a row that is not finite has moved as far as can be
         _auc(clients[picked[mine]], split.train_ptr, split.train_item, split.items, (ptr, item, np.nan_to_num(moved, nan=np.inf)), auc)
         return {"auc": torch.from_numpy(auc)}
 

@@ -71,6 +71,7 @@ class Failures:
         """[n] local epochs that each client finishes: all of them, or from 1 to one less."""
         epochs = np.full(len(cohort), most)
         if self.stragglers and most > 1:
+            # two numbers of a stream: who fails says nothing about how far it gets
             which, how_far = drawn(cohort, seed, when, "stragglers").T
             epochs = np.where(which < self.stragglers, 1 + (how_far * (most - 1)).astype(np.int64), epochs)
         return epochs
@@ -80,6 +81,7 @@ class Failures:
         if not self.corrupt or not uploads.tensors:
             return uploads
         which, kind = drawn(uploads.clients.cpu().numpy(), seed, when, "corrupt").T
+        # 0 to 3: NaN, infinite, too large, unreadable; 4: sound
         kind = np.where(which < self.corrupt, (kind * 4).astype(np.int64), 4)
         factor = torch.from_numpy(np.array([np.nan, np.inf, HUGE, 1.0, 1.0], np.float32)[kind]).to(uploads.clients.device)
         return replace(uploads.scaled(factor), unreadable=torch.from_numpy(kind == 3).to(uploads.clients.device))
@@ -110,7 +112,9 @@ def within(norms: dict[str, Tensor], sound: Tensor, most: float, relative: bool)
     if not relative:
         return torch.stack([norm**2 for norm in norms.values()]).sum(0).sqrt() <= most
     fine = sound
+    # of sound uploads alone: others would move the median that they are judged by
     for norm in norms.values():
         median = norm[sound].median() if bool(sound.any()) else norm.new_zeros(())
+        # where the median is 0 there is nothing to compare with
         fine = fine & ((norm <= most * median) | (median == 0))
     return fine

@@ -35,7 +35,7 @@ FROZEN_BYTES = 1 << 26
 
 
 class Diverged(FedbenchError):
-    """A quantity is not finite any more, and no upload is to blame: there is no going on."""
+    """Training diverged: NaN or infinity that no rejected upload explains."""
 
     def __init__(self, round_: int, what: str) -> None:
         super().__init__(f"{what} is not finite in round {round_}: training diverged; lower the learning rate")
@@ -85,9 +85,11 @@ class Federation:
         draw = Draw(seed, 0, None, dtype, device)
         runs = Engine(algorithm, world, seed, device, dtype, **engine)
         if runs.derived is not None and algorithm.federated:
+            # from the data alone: a run that is resumed must hold rows in the same way, for the same bits
             runs.derived.usual = Usual.of(split.train_counts, split.items, algorithm.extra(1).each)
         own = workers.share(split.train_counts)
         if client_store == "auto":
+            # workers of a machine share its memory, and all of them must store alike: a checkpoint has one form
             roomy = device != "cpu" or folder is None or fits(algorithm, world, draw, len(own) * workers.on_this_machine())
             client_store = "mmap" if workers.on_any(not roomy) else "ram"
         return cls(
@@ -127,7 +129,7 @@ class Federation:
         if chosen is None:
             return None
         if self.split.role is not None:
-            raise UsageError(f"{a.name} chooses its clients itself, which --split users does not let it; use another split")
+            raise UsageError(f"{a.name} chooses its clients itself, which --split users does not allow; use another split")
         return chosen_cohort(type(a), chosen, n, world.clients)
 
     def samples(self, when: int, cohort: np.ndarray | None = None) -> Samples:
@@ -158,10 +160,12 @@ class Federation:
 
         def part() -> Round | None:
             if not len(cohort[mine]):
+                # a worker without clients in this cohort runs nothing, but joins the exchange below
                 return None
             return engine.run_cohort(self.server, self.store, self.samples(self.round, cohort[mine]), self.round, epochs[mine])
 
         result = workers.merge_round(part, lambda: engine.uploads(cohort, {}), mine.start, a.tables)
+        # one sum tells of NaN or infinity anywhere
         if not math.isfinite(result.loss.sum()):
             lost = ~result.loss.isfinite()
             if lost.all() or not a.reconstructs:
@@ -178,6 +182,7 @@ class Federation:
         self.server, seen = self.aggregated(uploads, sums, trip)
         self.visits[cohort] += 1
         self.bytes_down += result.bytes_down
+        # pages of mapped files that this round has read or written
         self.store.room.release()
         return replace(result, uploads=seen)
 
@@ -220,14 +225,17 @@ class Federation:
                     server = self.algorithm.at(self.round, self.engine.world).aggregate(server, arrived, draw)
                 finite({name: value for name, value in server.items() if name not in self.algorithm.per_client_server_state})
             except NotFinite as error:
+                # a value, not an exception: the other workers may have found nothing, and all must go the same way
                 lost = error.what
             said = [what for what in workers.gather(lambda: lost) if what]
             if not said:
                 return server, arrived
             sound = uploads.finite()
+            # every upload is finite: the fault is in the server's own step
             if sound.all():
                 raise Diverged(self.round, said[0])
         self.counts["rejected"] += int((~sound).sum())
+        # again with at least one client less, so it ends
         return self.aggregated(uploads.only(sound), sums, trip)
 
     def is_own(self, name: str) -> bool:
@@ -241,6 +249,7 @@ class Federation:
         if kept is None:
             return server | {f"client/{name}": value for name, value in self.store.tensors.items()}
         for name in self.algorithm.per_client_server_state if "slot" in self.server else ():
+            # only rows in use are written, so slots are numbered anew
             slot = self.server["slot"]
             has = slot >= 0
             server[f"server/{name}"] = RowView(self.server[name], slot[has], room)
@@ -271,6 +280,7 @@ class Federation:
         """A copy that stays as it is, to be evaluated later; None if it would be large."""
         held = (*self.server.values(), *self.store.tensors.values())
         large = self.store.kept is not None or sum(value.numel() * value.element_size() for value in held) > FROZEN_BYTES
+        # decided together, for all workers evaluate the copy or none
         if workers.on_any(large):
             return None
         server = {name: value.clone() for name, value in self.server.items()}

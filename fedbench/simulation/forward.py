@@ -90,6 +90,7 @@ class Kernels:
         kinds = tuple((name, value.dtype) for name, value in tensors.items())
         key = what, tuple(own.items()), tuple(sent.items()), tuple(answer.personal), kinds
         when, known = self.known.get(key, (0, None))
+        # a function that asked for the round may have other constants in this one
         if key not in self.known or (known is not None and known.changes and when != algorithm.context.round):
             if known is not None:
                 self.ready.pop(known, None)
@@ -145,6 +146,7 @@ class Kernels:
             return {}
         names = [name for _, name in (*kernel.common.tables, *kernel.common.params)]
         known = self.ready.get(kernel)
+        # by identity and version: the same tensors, not changed in place since; numbers need not be compared
         if known is None or any(answer.shared[name] is not known[0][name] for name in names) or known[1] != versions(known[0]):
             sent = {name: answer.shared[name] for name in names}
             known = self.ready[kernel] = sent, versions(sent), kernel.made_for_all(arrays, items)
@@ -179,6 +181,7 @@ def made(algorithm: Algorithm, what: str, shapes: tuple[Shapes, Shapes], kept: T
     tensors = {("own", name): value for name, value in kept.items()}
     tensors |= {("sent", name): value for name, value in (*answer.shared.items(), *answer.personal.items())}
     graph, outputs = traced(watching, what, shapes, {key: value.dtype for key, value in tensors.items()})
+    # a kernel computes in one type
     kinds = {tensors[key].dtype for key in reads([*outputs.values()])}
     if not kinds or len(kinds) > 1 or not kinds <= set(NUMBERS):
         raise trace.Unsupported(f"numbers of the type {' and '.join(sorted(str(kind) for kind in kinds)) or 'none'}")
@@ -186,6 +189,7 @@ def made(algorithm: Algorithm, what: str, shapes: tuple[Shapes, Shapes], kept: T
         if outputs[SCORE].shape != (LANE,):
             raise trace.Unsupported(f"scores of the shape {outputs[SCORE].shape}")
     else:
+        # what `receive` passes on lies in the store already
         outputs = {name: v for name, v in outputs.items() if v.how.get("key") != ("own", name)}
         if changed := [name for name, v in outputs.items() if v.shape != shapes[0][name]]:
             raise trace.Unsupported(f"another shape of {changed[0]}")
@@ -217,5 +221,6 @@ def traced(
         found = getattr(algorithm, what)(own, sent)
         return {SCORE: found} if isinstance(found, Tensor) else {name: value for name, value in found.items() if name in own}
 
+    # called once for the names that it returns
     names = list(call(*leaves.values()))
     return trace.trace(lambda *tensors: [*call(*tensors).values()], leaves, names, RowGraph())

@@ -76,6 +76,7 @@ def step(
     """
     optimizer, progress = dict(state[0]), state[1]
     size = batch.weight.sum(dim=1)
+    # a client without samples in this batch stays as it is, moments and step count included
     moves = progress.active & (size > 0)
     steps = progress.steps + moves.to(progress.steps.dtype)
     value = progress.total.new_zeros(())
@@ -122,6 +123,7 @@ def update(
     progress: steps and moves [C], how many steps a client has made with this one and whether it makes it.
     """
     shape = (-1, *[1] * (parameter.dim() - 1))
+    # at least 1, for clients that have made no step yet must not divide by 0
     steps, moves = progress[0].clamp(min=1).view(shape), progress[1].view(shape)
     rate = phase.rate(name) if phase.lr_decay == 1 else phase.rate(name) * phase.lr_decay ** (steps - 1)
     pull = 0.0 if toward is None else phase.pull[name].weight * (parameter - toward)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fedbench.simulation.engine import Engine
 
 CHANGE, VALUE = 1, 2
-"""what the rows of an upload hold, as kernels are told"""
+"""what the rows of an upload hold: the numbers that kernels read"""
 Work = tuple[tuple[Stage, derived.Kernel | Closed | None], ...]
 """the stages of a client's work, and a kernel or a closed form for each; None: ridge regression"""
 Shapes = tuple[derived.Shapes, derived.Shapes, derived.Shapes]
@@ -42,7 +42,7 @@ Shapes = tuple[derived.Shapes, derived.Shapes, derived.Shapes]
 
 @dataclass(frozen=True)
 class Places:
-    """Where that lies which a client holds; what is not named here was sent."""
+    """Where the tensors lie that a client holds; what is not named here was sent."""
 
     kept: frozenset[str]
     """names that lie in the store"""
@@ -54,7 +54,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Left:
-    """What becomes of that which a client holds when it has trained."""
+    """What becomes of the tensors that a client holds after training: uploads, and what it keeps."""
 
     rows: dict[str, tuple[str, int]]
     """uploaded table -> the trained table that its rows are made of, and how: CHANGE or VALUE"""
@@ -84,9 +84,11 @@ def plan(engine: Engine, algorithm: Algorithm, client: int, answer: Answer, stor
     one, tables, kernels = torch.tensor([client]), algorithm.tables, engine.derived
     own, sent = one_row(store, answer, one, tables)
     held = algorithm.receive(dict(own), dict(sent))
+    # identity, not equality: a tensor that `receive` passes on lies where it lay
     kept = {name for name in held if held[name] is own.get(name) or (merged and name in algorithm.own_tables)}
     copied = {name: other for name in held.keys() - kept for other in own if held[name] is own[other] and other not in tables}
     made = {name for name in held.keys() - kept - copied.keys() if held[name] is not sent.get(name)}
+    # rows that `receive` makes, or a kept name that now holds something else, have no place to lie
     if made & {*tables} or (own.keys() - kept - made) & held.keys():
         return None
     places = Places(frozenset(kept), tuple(sorted(copied.items())), frozenset(made))
@@ -117,14 +119,17 @@ def worked(engine: Engine, algorithm: Algorithm, answer: Answer, sent: Tensors, 
             one = engine.derived.training(algorithm, stage, shapes[:2])
         elif stage.ridge is None or not engine.knows_ridge:
             one = closed_form(engine, algorithm, shapes)
+        # the kernel for least squares reads what all were sent, and comes first: nothing has moved yet
         elif work or answer.personal or not {"items", "gram", "size"} <= answer.shared.keys() or "user" not in places.made:
             return None
         else:
             work.append((stage, None))
             continue
+        # rows that an earlier stage trained lie in the upload, maybe as changes: no kernel reads them there
         if one is None or any(("held", name) in one.tables for name in moved):
             return None
         if isinstance(one, derived.Kernel):
+            # a copy is of the past: a phase that moves it would need another one
             if dict(places.copied).keys() & {name for phase in stage.phases for name in phase.names}:
                 return None
             moved |= one.model.trained_tables.keys() - places.kept
@@ -195,6 +200,7 @@ def kept_rows(
         table = as_held.get(name)
         if table == name and name in places.kept:
             continue
+        # trained rows are written to this table at once, so nobody may read or train it under its own name
         read = any(("held", name) in kernel.tables for kernel in kernels)
         if table is None or table == name or table not in trained or name in trained or read or table in into:
             return None
@@ -217,6 +223,7 @@ def uploaded(
     inputs = {"held": given[0], "sent": given[1], "samples": {"": trace.example(())}}
     made = algorithm.upload(*given, inputs["samples"][""])
     tables = [name for name in made if name in algorithm.tables]
+    # identity again: the number of samples as it was given
     counts = [name for name in made if made[name] is inputs["samples"][""]]
     others = [name for name in made if name not in (*tables, *counts)]
     if any(made_of_tables(algorithm, algorithm.upload, inputs, others)):
@@ -237,6 +244,7 @@ def uploaded(
         else:
             return None
     sources = [table for table, _ in rows.values()]
+    # rows are written once, to one upload; a trained table that is neither uploaded nor kept would be lost
     if len({*sources}) < len(sources) or not (trained & {*algorithm.tables}) - places.kept <= {*sources}:
         return None
     return Left(rows, tuple(stored), tuple(counts), dense, into, rewritten)
@@ -262,7 +270,7 @@ def rows_of(graph: Graph, v: Value) -> tuple[str, int, bool] | None:
 
 @dataclass(frozen=True)
 class Trained:
-    """What the clients of one kind left behind."""
+    """Results of the clients of one kind."""
 
     loss: np.ndarray
     updates: int
@@ -317,6 +325,7 @@ def train(
         held, sent = beside(algorithm, how.places, clients, answer, store, copies)
     if how.left.dense:
         dense = vmapped(algorithm.upload, held, sent, counted)
+        # made of one row of ones (held) and zeros (sent), it is the factor, for values and changes alike
         for name in how.left.rows:
             factor = dense.pop(name).numpy()
             if not (factor == 1).all():
@@ -342,6 +351,7 @@ def copied(algorithm: Algorithm, how: Plan, clients: Tensor, answer: Answer, sto
         own, sent = store.rows(clients, one, algorithm.tables), sent_rows(answer, clients, one, algorithm.tables)
         held = vmapped(algorithm.receive, own, sent)
         copies |= {name: held[name].clone(memory_format=torch.contiguous_format) for name in how.places.made}
+    # what was sent to all and is trained: every client moves a copy
     moved = {one.name for kernel in kernels_of(how) for one in kernel.model.updates if not one.table}
     for name in moved - copies.keys() - how.places.kept:
         value, at = lying(answer, name, clients)
@@ -396,6 +406,7 @@ def plans(
 ) -> dict[int, Plan] | None:
     """How each kind of client (LEVELS·epochs + sent) is trained in place; None if one of them is not. given: answer, store, before."""
     answer, store, before = given
+    # before.tensors: `receive` makes more of tables than what is kept, and must see them as they were
     if engine.derived is None or engine.on_gpu or engine.derived.off or (before is not None and before.merged and before.tensors):
         return None
     found = {}
@@ -444,7 +455,7 @@ def train_cohort(
 
 
 def row_shape(table: str, answer: Answer, store: ClientStore) -> torch.Size:
-    """Of one row of a table."""
+    """Shape of one row of a table."""
     if table in store.tensors:
         return store.tensors[table].shape[2:]
     return answer.personal[table].shape[2:] if table in answer.personal else answer.shared[table].shape[1:]

@@ -52,7 +52,7 @@ FARTHER = 4
 
 
 def knows(cls: type[Algorithm], name: str, other: str) -> bool:
-    """Whether who wrote a function knew the other one that it stands for, which a class further down may have written anew."""
+    """Whether `name` still stands for `other`: not if a subclass overrides `other` alone, nor if `name` is the contract's default."""
     place, theirs = (next(at for at, kind in enumerate(cls.__mro__) if one in vars(kind)) for one in (name, other))
     return cls.__mro__[place] is not Algorithm and place <= theirs
 
@@ -67,6 +67,7 @@ def training(engine: Engine, server: Tensors, store: ClientStore, samples: Sampl
         kept = store.read(torch.from_numpy(few.clients).to(engine.device))
 
         def outcome(one: Engine, few: Samples = few, kept: Tensors = kept) -> Tensors:
+            # on copies: a comparison leaves no trace in the run
             copies = {name: value.to(one.dtype, copy=True) for name, value in kept.items()}
             alone = SomeClients(store.algorithm, store.world, store.draw, copies, few.clients)
             result = one.run_cohort(in_type(server, one.dtype), alone, few, when, np.full(len(few.clients), EPOCHS))
@@ -82,6 +83,7 @@ def rebuilding(engine: Engine, server: Tensors, samples: Samples, when: int) -> 
     who = np.flatnonzero(samples.counts > 0)
     if len(who) and first_use(engine, "rebuilding"):
         few = first_samples(samples, who, engine.algorithm.samples_a_step)
+        # numbered anew, for the result has a row for each client of the world
         few, world = replace(few, clients=np.arange(len(few.clients))), replace(engine.world, clients=len(few.clients))
         compare(engine, lambda one: one.of_world(world).reconstruct(in_type(server, one.dtype), few, when), {})
 
@@ -118,9 +120,11 @@ def many_at_once(evaluator: Evaluator, store: ClientStore, answer: Answer, clien
 def scoring(evaluator: Evaluator, store: ClientStore, answer: Answer, clients: Tensor, sent: bool, kernel: forward.Kernel) -> bool:
     """Whether a kernel's scores of a few clients are those of the algorithm's own function, for a few items and for all of them."""
     wide = evaluator.split.items
+    # spread over all clients; fewer where items are many, for each is scored on all of them
     some = clients[torch.arange(0, len(clients), -(-len(clients) // max(1, min(CLIENTS, (1 << 17) // wide))))]
     fresh = store.fresh(some)
     some = some if fresh is None else some[fresh == fresh[0]]
+    # other items for each client, spread over all
     few = (torch.arange(len(some))[:, None] * 7 + torch.arange(min(wide, FEW_ITEMS)) * (wide // FEW_ITEMS + 1)) % wide
     for items in (few, None):
         given = store, answer, some, sent, items
@@ -207,6 +211,7 @@ def explained(
             return False
         moved = value - before[name].double() if name in before else value
         size = moved.nan_to_num(0.0, 0.0, 0.0).abs().max().item() or 1.0
+        # means: a few numbers may differ by luck, a wrong formula moves most of them
         noise = max(noise, (expected[name] - value).abs().nan_to_num(0.0, 0.0, 0.0).mean().item() / size)
         error = max(error, (found[name] - value).abs().nan_to_num(0.0, 0.0, 0.0).mean().item() / size)
     return error <= FARTHER * noise
@@ -217,6 +222,7 @@ def distance(found: Tensor, expected: Tensor, before: Tensor | None, kind: torch
     if found.shape != expected.shape:
         return float("inf")
     found, expected = found.double(), expected.double()
+    # both infinite, or both NaN, are equal; one alone is as far apart as can be
     gap = torch.where(found.isfinite() | expected.isfinite(), (found - expected).abs(), 0.0).nan_to_num(torch.inf)
     size = expected.nan_to_num(0.0, 0.0, 0.0).abs().max().item() if expected.numel() else 0.0
     moved = size if before is None else (expected - before.double()).nan_to_num(0.0, 0.0, 0.0).abs().max().item()

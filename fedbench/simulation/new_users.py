@@ -42,6 +42,7 @@ def learn(engine: Engine, server: Tensors, split: Split, rounds: int = ROUNDS) -
         samples = sample_round(split, everyone, a.evaluation_negatives, seed, 0, purpose="negatives/evaluation")
         return ClientStore.of(engine.reconstruct(server, samples, 0))
     store = ClientStore(a, engine.world, Draw(seed, 0, None, engine.dtype, engine.device))
+    # without private tensors there is nothing to learn
     for when in range(1, rounds + 1 if store.tensors else 1):
         extra = a.extra(when)
         engine.adapt(server, store, sample_round(split, everyone, extra.each, seed, when, extra.rating), when)

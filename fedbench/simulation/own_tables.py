@@ -37,7 +37,7 @@ BYTES_A_NUMBER = 16
 
 @dataclass(frozen=True)
 class Before:
-    """What a cohort kept before own tables were merged: `receive` is called on it once more, for what it makes beside them."""
+    """What a cohort kept before own tables were merged: `receive` is called on it again, for what it makes beside them."""
 
     merged: Mapping[int, Mapping[str, str]]
     """whose own tables were merged, by what reached them, see sending.sent_to; and what else they hold as it was sent, by which name"""
@@ -61,13 +61,16 @@ def merge(
     new = False
     for some in range(LEVELS) if algorithm.own_tables else ():
         if (sent == some).any():
+            # one client of a kind shows what `receive` does for all of them
             first = torch.from_numpy(samples.clients[sent == some][:1]).to(store.draw.device)
             own, known = one_row(store, reaching(answer, some), first, algorithm.tables)
             made = algorithm.receive(dict(own), dict(known))
+            # another object was merged; the same one was passed on
             if any(name in made and made[name] is not own[name] for name in algorithm.own_tables):
                 further = made.keys() - own.keys()
                 merged[some] = {name: other for name in further for other in known if made[name] is known[other]}
                 new |= bool(further - merged[some].keys())
+    # before the merge below: training calls `receive` on the rows as they were
     before = Before(merged, _kept(store, samples, algorithm) if new else {}, samples.row_ptr)
     for some in merged:
         clients = torch.from_numpy(samples.clients[sent == some]).to(store.draw.device)
@@ -149,8 +152,8 @@ def move_untouched(
 ) -> None:
     """Weight decay and pulls on the rows of own tables that no sample touches, for clients that made so many steps [C].
 
-    It also meets the touched rows, which are written afterwards; unless a CPU is told them, as lists: where each client's begins [C], how
-    long it is [C], and the rows.
+    It also moves the touched rows, which are overwritten afterwards. On a CPU `spared` leaves them out, as lists: where each client's
+    begins [C], how long it is [C], and the rows.
     """
     if not any(name in phase.names and (phase.weight_decay or name in phase.pull) for phase in phases):
         return
@@ -160,6 +163,7 @@ def move_untouched(
     table, at, made = store.tensors[name], store.place(clients), steps.long().cpu().numpy()
     factors = torch.from_numpy(coefficients(name, phases, int(made.max(initial=0)))[made]).to(table.device, table.dtype)
     if table.device.type == "cpu":
+        # no target: an empty one, for numba wants an array
         goal, whose = table[:1, :0], torch.zeros(len(clients), dtype=torch.int64)
         for name in targets:
             sent = name in answer.shared or name in answer.personal
@@ -224,6 +228,7 @@ class Read(dict[str, Tensor]):
 
 def uploads_as_stored(algorithm: Algorithm, held: Tensors, sent: Tensors, samples: Tensor, store: ClientStore) -> bool:
     """Whether own tables are uploaded as the store has them after training: then they need not be copied block by block."""
+    # a method that keeps something else has other tables in the store than it holds
     if type(algorithm).keep is not Algorithm.keep:
         return False
     mine, theirs = (Read({name: value[0] for name, value in tensors.items()}) for tensors in (held, sent))
@@ -235,6 +240,7 @@ def upload_whole(algorithm: Algorithm, block: Block, held: Tensors, samples: Ten
     """What a block uploads of own tables: `upload` on whole tables with the trained rows in their places."""
     sent = sent_whole(answer, block.clients)
     own = store.read(block.clients)
+    # own tables are merged already: what `receive` makes of them here is thrown away
     whole = {**vmapped(algorithm.receive, own, sent), **{name: own[name] for name in algorithm.own_tables}}
     client = torch.arange(len(block.clients), device=block.rows.device)[:, None].expand_as(block.rows).reshape(-1)[block.valid]
     for name, value in held.items():

@@ -1,7 +1,7 @@
 """A rehearsal before a run: two rounds of an algorithm in a tiny federation, each function's answer looked at.
 
 It draws from no random stream of the run, writes nothing and takes a fraction of a second. A method may need more clients or items than
-the tiny federation has: what fails there is tried once more in a larger one, and only what fails in both is a mistake.
+the tiny federation has: what fails there is tried again in a larger one, and only what fails in both is a mistake.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ MANY_SCORES = 1 << 20
 
 def ranks_among(scores: Tensor) -> Tensor:
     """[C, 1 + K], the held-out item first -> [C]."""
+    # "not below" instead of "at least": a NaN is not below anything, and so counts
     return 1 + (~(scores[:, 1:] < scores[:, :1])).sum(dim=1)
 
 
@@ -75,6 +76,7 @@ class Evaluator:
         found = {}
         for name, held in self.split.held.items():
             counts = np.diff(held.ptr)
+            # by length: a chunk is padded to the longest list in it
             order = np.argsort(counts, kind="stable")
             some = torch.from_numpy(order[counts[order] > 0]).to(self.device)
             found[name] = np.empty(len(held.item))
@@ -184,9 +186,11 @@ class Evaluator:
         if self.settles_ties is None:
             return scores
         drawn = Draw(self.settles_ties, 0, clients, torch.float32, self.device).uniform("ties", scores.shape[1])
+        # shuffled, then sorted stably: equal scores end up in random order
         mixed = drawn.argsort(dim=1)
         order = mixed.gather(1, scores.gather(1, mixed).argsort(dim=1, stable=True))
         places = order.argsort(dim=1).to(torch.float64)
+        # NaN has no place, so that it still counts against whoever is compared with it
         return torch.where(scores.isnan(), torch.nan, places)
 
     def _at_start(self, store: ClientStore, clients: Tensor) -> np.ndarray:
@@ -217,6 +221,7 @@ class Evaluator:
             clients, sent = everyone[at], level != NOTHING
             fresh = store.fresh(clients)
             light = fresh is None and self.kernel(store, reaching(answer, level), clients, sent) is not None
+            # clients as they started are ranked among all items at once, so chunks of them have fewer clients
             for some, rows in [(clients, width)] if fresh is None else [(clients[~fresh], width), (clients[fresh], self.split.items)]:
                 for chunk in some.split(max(1, (MANY_SCORES if light else at_once) // rows)):
                     if len(chunk):
@@ -237,6 +242,7 @@ def _ranks_on_device(scores: Tensor, split: Split, clients: np.ndarray) -> np.nd
     row, item = (torch.from_numpy(part).to(scores.device) for part in training_pairs(split, clients))
     val, test = (torch.from_numpy(held[clients].astype(np.int64)).to(scores.device) for held in (split.val_item, split.test_item))
     for position, target in enumerate((val, test)):
+        # as kernels/ranking.py counts: training items too, which are taken back below
         at_least = ~(scores < scores.gather(1, target[:, None]))
         count = at_least.sum(dim=1)
         count.index_add_(0, row, -at_least[row, item].to(count.dtype))

@@ -14,12 +14,14 @@ from fedbench.contract.algorithm import Answer, Tensors
 from fedbench.contract.uploads import number_size
 
 NONE: Mapping[str, Any] = MappingProxyType({})
+# LEVELS·epochs + level is one number for a kind of client, see Engine.run_cohort
 NOTHING, ALL, COMMON = 0, 1, 2
 LEVELS = 3
 
 
 def bytes_down(answer: Answer, levels: np.ndarray, whole: Mapping[str, int] = NONE, bits: Mapping[str, float] = NONE) -> int:
     """Size of what reached clients [n], see `sent_to`; of the tables in `whole` that many rows to each, of `bits` see Algorithm.bits."""
+    # whole bytes a tensor: codes of a bit a number are filled up
     shared = sum(math.ceil(t.numel() * number_size(t, bits.get(name)) / 8) for name, t in answer.shared.items())
     personal = sum(
         whole.get(name, 1) * math.ceil(math.prod(t.shape[1:]) * number_size(t, bits.get(name)) / 8) for name, t in answer.personal.items()

@@ -130,7 +130,7 @@ def session_key(store: dist.Store) -> str:
             if store.check([f"name/{worker}"]):
                 store.set(f"answer/{store.get(f'name/{worker}').decode()}", mine)
         if time.monotonic() > deadline:
-            raise RuntimeError(f"not all of {count()} workers have come")
+            raise RuntimeError(f"not all {count()} workers have connected")
         time.sleep(0.02)
     return mine
 

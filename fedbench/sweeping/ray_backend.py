@@ -51,6 +51,7 @@ def run(tasks: Mapping[str, Task], folder: Path, cpus: int, gpus: float) -> Gene
     passed = {key: os.environ[key] for key in PASSED_ON if key in os.environ}
     environment = {**passed, **found_by_children()}
     there = os.environ.get("RAY_ADDRESS")
+    # without an address: a cluster for this sweep alone, which other machines cannot reach
     here: dict[str, Any] = {} if there else {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     ray.init(address=there, runtime_env={"env_vars": environment}, log_to_driver=False, logging_level="ERROR", **here)
     try:
@@ -59,6 +60,7 @@ def run(tasks: Mapping[str, Task], folder: Path, cpus: int, gpus: float) -> Gene
             has = f"{room.get('CPU', 0):g} CPUs and {room.get('GPU', 0):g} GPUs"
             raise UsageError(f"a point asks for {cpus} CPUs and {gpus:g} GPUs, but the cluster has {has}; lower --cpus-per-point")
         remote = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=RETRIES)(run_point)
+        # machines with other code would compute other results for the same points
         code, pending = source_digest(), {}
         for key, task in tasks.items():
             pending[remote.remote(task, cpus, code)] = key
@@ -72,6 +74,7 @@ def run(tasks: Mapping[str, Task], folder: Path, cpus: int, gpus: float) -> Gene
 
 
 def imported() -> Any:
+    # Ray reports its use to its makers otherwise
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     try:
@@ -92,6 +95,7 @@ def received(ray: Any, reference: Any, key: str, folder: Path) -> Event:
         return Event(key, 1)
     files.write_text(log, outcome.log)
     if outcome.code == 0:
+        # written aside and renamed: the folder is there whole, or not at all
         fresh = folder / "work" / f"{key}.new"
         shutil.rmtree(fresh, ignore_errors=True)
         for name, content in outcome.files.items():

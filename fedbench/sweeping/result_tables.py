@@ -27,6 +27,7 @@ ABOUT = "Test metrics at the round that validation chose."
 def write(what: Study, summaries: Mapping[str, dict[str, Any]], entries: Mapping[str, dict[str, Any]], folder: Path) -> None:
     """Write the figures, table.md and, last, table.csv, whose keys tell which points all of them cover. Grids of one name share a table."""
     rows = pd.DataFrame([row(what, key, entry, summaries.get(key)) for key, entry in entries.items()])
+    # an earlier call may have drawn grids that are no longer asked for
     for old in [*folder.glob("heatmap-*.png"), *folder.glob("curve-*.png")]:
         old.unlink()
     parts = []
@@ -123,6 +124,7 @@ def best(rows: pd.DataFrame, axes: list[str]) -> list[str]:
     for fingerprint, group in rows.groupby("protocol_fingerprint", sort=False):
         means = group.groupby(axes, sort=False)[[f"val_{name}", f"test_{name}"]].mean()
         if len(means) > 1:
+            # SELECT is -1 where lower is better
             top = (SELECT[name] * means[f"val_{name}"]).idxmax()
             where = " ".join(f"{short(axis)}={value}" for axis, value in zip(axes, top if isinstance(top, tuple) else (top,), strict=True))
             val, test = means.loc[top]

@@ -98,6 +98,7 @@ def read(line: Sequence[str], file: Path | None = None, name: str | None = None)
         _refuse_unknown(grid, GRID_KEYS, where)
         its = f"{where}grid {number}, "
         own = _words_of_table(grid.get("fixed", {}), f"{its}fixed", many=False) | _words_of_table(grid.get("axes", {}), f"{its}axes")
+        # a study may be somebody else's file: it must not say that its own code is to be trusted
         for key in ({**common, **own}).keys() & {"trust_plugin"}:
             raise UsageError(f"{where}{key} can be given on the command line only")
         read_grids.append((str(grid.get("name", number if len(grids) > 1 else "")), _overruled(_overruled(common, own), on_line)))
@@ -199,6 +200,7 @@ def _configs(words: Words, axes: Sequence[str], where: str, named: bool) -> Iter
     for key in axes:
         if key in NOT_HASHED and key != "recipe":
             raise UsageError(f"{where}--{key.replace('_', '-')} changes no result, so it cannot be an axis; give it one value")
+    # counted before any point is made: a few long lists are soon millions
     count = 1
     for key in axes:
         count *= len(words[key])

@@ -156,6 +156,7 @@ def execute(what: Study, options: argparse.Namespace, argv: Sequence[str]) -> in
     if options.dry_run:
         show_plan(Progress.read(folder, what), options.jobs)
         return 0
+    # a second call in this folder would run the same points
     with claimed(folder):
         progress = Progress.read(folder, what)
         progress.write()
@@ -240,7 +241,7 @@ def earlier_points(path: Path) -> dict[str, dict[str, Any]]:
     for entry in found:
         for key, kind in kinds.items():
             if not isinstance(entry.get(key, ""), kind) and key in entry:
-                raise DataError(f"{path}: {key} of point {entry['key']} is no such thing; remove the file, finished points are kept")
+                raise DataError(f"{path}: {key} of point {entry['key']} has the wrong type; remove the file, finished points are kept")
     return {entry["key"]: entry for entry in found}
 
 
@@ -301,6 +302,7 @@ def estimate(progress: Progress) -> dict[str, float]:
     out = {}
     for key in progress.keys("waiting", "running", "failed"):
         like = [other for other in known if kind(points[other]) == kind(points[key])]
+        # three coefficients need three different amounts of work
         if len({work(points[other]) for other in like}) > 2:
             # no part of the time shrinks as work grows, so the coefficients are kept from going below 0
             fit, _ = nnls(np.array([work(points[other]) for other in like]), np.array([known[other] for other in like]))
@@ -341,6 +343,7 @@ def run_missing(progress: Progress, options: argparse.Namespace, parent: Parent 
     if not missing:
         return False
     points = progress.what.points
+    # a failed point starts from its first round: what it left may be why it failed
     for key in progress.keys("failed"):
         clear(progress.folder / key)
     quiet = points[missing[0]].config.quiet
@@ -431,6 +434,7 @@ def conclude(progress: Progress, parent: Parent | None, argv: Sequence[str], ran
     """Write result tables and figures, print failures and how to run them again; returns the exit code."""
     done, failed = progress.keys("finished"), progress.keys("failed")
     summaries = {key: read_summary(progress.folder / key, NEEDED) for key in done}
+    # tables that cover these points are as they would be written now
     if ran or points_in_tables(progress.folder) != set(done):
         from fedbench.sweeping import result_tables
 

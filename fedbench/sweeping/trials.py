@@ -76,6 +76,7 @@ def run(configs: Mapping[Any, RunConfig], threads: int, seconds: float = SECONDS
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
+            # results of trials that were done are on disk
             pass
         finally:
             process.kill()
@@ -87,6 +88,7 @@ def run(configs: Mapping[Any, RunConfig], threads: int, seconds: float = SECONDS
 def main(folder: Path, algorithms: Sequence[str]) -> None:
     """Try the configs in a folder one after another; each result is written beside its config."""
 
+    # CPU time since the process began: imports are part of a run's start
     started = time.process_time()
     logging.disable(logging.WARNING)
     for number, algo in enumerate(algorithms):
@@ -122,6 +124,7 @@ def _try(config: RunConfig, started: float) -> Trial:
     began = time.perf_counter()
     while len(rounds) == 1 or (len(rounds) < MOST_ROUNDS and time.perf_counter() - began < ENOUGH):
         rounds.append(round_parts(federation, time.perf_counter))
+    # the fastest round, for other programs only ever slow one down
     parts = {name: min(one[name] for one in rounds[1:]) for name in PARTS}
     return Trial(
         start=started + loaded,

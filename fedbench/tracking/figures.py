@@ -30,7 +30,7 @@ SERIES = (
 
 
 def save(figure: Figure, path: Path) -> None:
-    """As a PNG file."""
+    """Write a figure as a PNG file."""
     with replacing(path) as file:
         figure.savefig(file, format="png")
 
@@ -99,6 +99,7 @@ def curve(means: pd.DataFrame, x: str, name: str, metric: str, label: str, title
     """The mean by one axis, with its interval as bars (`said`: over what)."""
     figure = Figure(figsize=(7, 4.5), dpi=100, facecolor="white")
     axes = figure.subplots()
+    # words have no distances: side by side, without a line
     numbers = all(isinstance(value, int | float) for value in means[x])
     places = list(means[x]) if numbers else list(range(len(means)))
     pairs = sorted(zip(places, means[metric], means[f"{metric}_pm"], strict=True))
@@ -135,6 +136,7 @@ def _quality(axes: Axes, lines: Sequence[dict[str, Any]], best: int | None, cand
     if not axes.lines:
         return _empty(axes, "no ranking metrics")
     _chance(axes, candidates)
+    # room for the highest point, and for the line of chance
     axes.set_ylim(0, min(1.02, max(1.12 * top, 1.5 * 10 / candidates)))
     axes.set_ylabel("HR@10, NDCG@10")
 
@@ -168,6 +170,7 @@ def _rank_curve(axes: Axes, ranks: np.ndarray, candidates: int) -> None:
     _panel_title(axes, f"test rank: HR@10 {hit:.3f}, median {np.median(ranks):.0f}")
     points = np.sort(ranks)
     share = np.arange(1, len(points) + 1) / len(points)
+    # with both ends, so that the curve spans the axis
     axes.step([0, *points, candidates], [0, *share, 1], where="post", color=HR, label="clients")
     axes.plot([0, candidates], [0, 1], "--", color=CHANCE, linewidth=1.2, label="chance")
     axes.axvline(10, color=LOSS, linewidth=1, linestyle=":")
@@ -205,6 +208,7 @@ def _error_by_size(axes: Axes, sizes: np.ndarray, rmse: np.ndarray) -> None:
 
 def _bars(axes: Axes, sizes: np.ndarray, values: np.ndarray) -> float:
     """Means by decile of size with one standard error; returns the top of the highest."""
+    # deciles that are equal fall together: many clients may have one size
     group = np.searchsorted(np.unique(np.quantile(sizes, np.arange(1, 10) / 10)), sizes, side="left")
     names, means, errors = [], [], []
     for decile in np.unique(group):

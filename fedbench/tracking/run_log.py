@@ -176,6 +176,7 @@ class RunLog:
         """One line of refit.jsonl; in MLflow its names are prefixed with refit/."""
         line = plain(metrics)
         path = self.out / "refit.jsonl"
+        # a run that resumes begins its refit anew, and so its file
         with files.created(path) if line["round"] == 1 else files.appended(path) as file:
             file.write(json.dumps(line).encode() + b"\n")
 
@@ -346,6 +347,7 @@ def copy_again(out: Path, experiment: str, parent: str, run_name: str) -> None:
 
 def complete_copy(out: Path, experiment: str) -> str | None:
     """Copy to MLflow what it lacks of a finished run, waiting as at a run's end; returns the charts' address, if known."""
+    # it is whole in this very store and experiment
     if read_json(out / "env.json").get("mlflow_copied") == mirror_process.place(experiment):
         return None
 

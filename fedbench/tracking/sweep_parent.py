@@ -90,6 +90,7 @@ class Parent:
         known = {run_log.mlflow_run_of(folder) for folder in (*finished, *others)}
         whole = set()
         for child in self._search(self._children):
+            # a child that no folder names was left by a run that was killed and started again
             if child.info.run_id not in known:
                 self._client.delete_run(child.info.run_id)
             elif child.info.status == "FINISHED":
@@ -124,6 +125,7 @@ class Parent:
         head = [*(f"**{line}**" for line in best), f"{charts}folder `{self._folder}`"]
         room = mirror_process.TAG_LENGTH - len("\n\n".join([*head, "", CUT]))
         if len(table) > room:
+            # whole rows only
             rows = table[:room].rpartition("\n")[0]
             table = f"{rows}\n\n{CUT}"
         self._guarded(lambda: self._client.set_tag(self.run_id, views.NOTE, "\n\n".join([*head, table])))
@@ -135,6 +137,7 @@ class Parent:
     def _finish(self, status: str, params: dict[str, str], metrics: dict[str, float], files: Collection[Path]) -> None:
         from mlflow.entities import Metric, Param
 
+        # MLflow refuses to change a param
         there = self._client.get_run(self.run_id).data.params
         texts = [
             Param(mirror_process.name_of(key), value[: mirror_process.PARAM_LENGTH]) for key, value in params.items() if key not in there

@@ -269,8 +269,10 @@ def save(client: MlflowClient, experiment_id: str, view: View, now: int | None =
     client.set_experiment_tag(experiment_id, TAG + view.key, value)
     tags = {**client.get_experiment(experiment_id).tags, TAG + view.key: value}
     views = [key for key in tags if key.startswith(TAG)]
+    # the users' own views are never deleted
     ours = sorted((key for key in views if key.startswith(TAG + OURS)), key=lambda key: created(tags[key]))
     many = max(0, len(views) - (MOST_VIEWS - ROOM))
+    # the one just written stays
     for key in ours[: min(many, len(ours) - 1)]:
         client.delete_experiment_tag(experiment_id, key)
         tags.pop(key)

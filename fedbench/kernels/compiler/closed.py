@@ -62,8 +62,10 @@ def cut(function: Callable[..., Sequence[Tensor]], leaves: Mapping[Key, Tensor],
     lines = trace.Lines()
     module = trace.recorded(function, leaves, lines)
     *nodes, out = module.graph.nodes
+    # the rest is mapped over clients, which differ in how many samples they have
     if any(has_samples(one) for one in out.all_input_nodes):
         raise Unsupported("a closed form that makes a number for each sample or row")
+    # from the outputs back: a cut is where an operation has samples and its result has none
     needed, ends = {*out.all_input_nodes}, set[fx.Node]()
     for node in reversed(nodes):
         if node in needed and any(has_samples(one) for one in node.all_input_nodes):
@@ -72,12 +74,14 @@ def cut(function: Callable[..., Sequence[Tensor]], leaves: Mapping[Key, Tensor],
             needed |= {*node.all_input_nodes}
     if not ends:
         raise Unsupported("a closed form without sums over samples")
+    # in the order of recording: names must not depend on the order of a set
     sums = {f"sum_{place}": node for place, node in enumerate(node for node in nodes if node in ends)}
     left = rest_of(module, nodes, needed, [*sums.values()])
     keys = dict(zip([node for node in nodes if node.op == "placeholder"], leaves, strict=True))
     reads = tuple(keys[node] for node in nodes if node in needed and node.op == "placeholder")
     graph, values = summed(module, [*sums.values()], leaves, lines, [*sums])
     run = next(iter(leaves.values())).dtype
+    # float64 was asked for before the sums: float32 rows are widened first, as torch would
     wide = run != torch.float64 and any(node.meta["val"].dtype == torch.float64 for node in nodes if has_samples(node))
     shapes = {name: tuple(node.meta["val"].shape) for name, node in sums.items()}
     kinds = {name: node.meta["val"].dtype for name, node in sums.items()}
@@ -94,6 +98,7 @@ def summed(
     module: fx.GraphModule, sums: list[fx.Node], leaves: Mapping[Key, Tensor], lines: trace.Lines, names: list[str]
 ) -> tuple[Graph, dict[str, Value]]:
     """The graph of the sums alone; NotLinear if samples of one item may not be taken together."""
+    # a copy, for `rest_of` reads the record too
     alone, known = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:
         if node.op != "output":
@@ -102,6 +107,7 @@ def summed(
     other = fx.GraphModule(module, alone)
     other.graph.eliminate_dead_code()
     graph, values = trace.Translation(other, leaves, lines, Graph()).translate(names)
+    # for its proof alone: it raises NotLinear
     Degrees().needs_all_rows(values)
     return graph, values
 
@@ -115,6 +121,7 @@ def rest_of(module: fx.GraphModule, nodes: list[fx.Node], needed: set[fx.Node], 
             schema = getattr(node.target, "_schema", None)
             if schema is not None and schema.is_mutable and node.target not in trace.RESHAPES:
                 raise Unsupported("a change in place in a closed form")
+            # the size of an example, which no client has
             if any(isinstance(one, int) and one > 1 and one % n == 0 for one in node.args for n in (trace.SAMPLES, trace.ROWS)):
                 raise Unsupported("the number of samples or rows as a number; use batch.weight.sum() or batch.rows.sum()")
             known[node] = left.node_copy(node, known.__getitem__)
@@ -147,11 +154,13 @@ def driver_text(sums: Sums, wide: bool) -> str:
     if wide and tables:
         say(*(f"narrow_{array_name(key)} = zeros({n} * most, T_{array_name(key)})" for key, n in tables.items()))
     say("for c in range(low, high):", "    mine, t = row[row_begin[c] : row_begin[c] + touched[c]], touched[c]")
+    # samples of one item become one with a weight, see weights.py
     say("blocks = padded(t) // WIDTH", "label[:], weight[:], rows[:] = 0, 0, 0", "rows[:t] = 1",
         "for s in range(begin[c], begin[c] + count[c]):", "    label[local[s]] = labels[s]",
         "    weight[np.uint32(local[s])] += kind(1)", indent=2)  # fmt: skip
     for key, n in tables.items():
         name = array_name(key)
+        # rows are put side by side in their own type, then widened: squares are turned within one type
         to = f"narrow_{name}" if wide else f"q_{name}"
         say(f"take_rows(T_{name}[at_{name}[c]], mine, {to}, 0, {n * WIDTH})", indent=2)
         if wide:

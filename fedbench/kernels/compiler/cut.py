@@ -24,6 +24,7 @@ class RowGraph(Graph):
         args = [one if isinstance(one, Value) else self.const(one) for one in given]
         if not any(one.lane for one in args) or not all(map(without_items, args)):
             return self.joined(*args) if f == "add" and all(one.lane for one in args) else super().ew(f, *args)
+        # made once and repeated afterwards, so that it can be cut out as the client's part
         return self.expand(super().ew(f, *(one_for_all_items(self, one) for one in args)), broadcast(*(one.shape for one in args)))
 
     def mm(self, a: Value, b: Value) -> Value:
@@ -42,7 +43,7 @@ class RowGraph(Graph):
                 known = mixed.get(one.args[0].number)
                 mixed[one.args[0].number] = one if known is None else self.mm(one.args[0], self.ew("add", known.args[1], one.args[1]))
         if len(mixed) == sum(one.op == "mix" for one in terms):
-            return super().ew("add", *args)
+            return super().ew("add", *args)  # nothing to join: the sum stays as it was written, rounding included
         left = [*mixed.values(), *(one for one in terms if one.op != "mix")]
         total = left[0]
         for one in left[1:]:
@@ -93,6 +94,7 @@ def rebuilt(graph: Graph, v: Value, known: dict[int, Value]) -> Value:
     """v made of other values: `known` says which stand for which."""
     if v.number not in known:
         args = [rebuilt(graph, one, known) if isinstance(one, Value) else one for one in v.args]
+        # what does not change keeps its number, by which others know it
         same = all(new is old for new, old in zip(args, v.args, strict=True))
         known[v.number] = v if same else graph.make(v.op, v.shape, args, **v.how)
     return known[v.number]
@@ -107,12 +109,14 @@ def regrouped(graph: Graph, outputs: dict[str, Value], inside: Inside) -> dict[s
             uses[one.number] = uses.get(one.number, 0) + 1
 
     def terms(v: Value, f: str) -> list[Value]:
+        # a sum that others read too stays whole: else it would be made twice
         return [term for one in v.args for term in (terms(one, f) if one.f == f and uses[one.number] == 1 else [one])]
 
     known: dict[int, Value] = {}
     for v in order:
         parts = terms(v, v.f) if v.f in ("add", "mul") and not inside(v) else []
         first = [one for one in parts if inside(one)]
+        # one alone is cut where it stands: another order would change rounding and gain nothing
         if len(first) < 2:
             rebuilt(graph, v, known)
             continue
@@ -157,9 +161,11 @@ def cut(graph: Graph, outputs: dict[str, Value], inside: Inside, rows: Key, numb
         mine = [v for v in taken if v.lane == lane]
         lead: Shape = (LANE,) if lane else ()
         width, at, parts = sum(v.size for v in mine), 0, []
+        # all that was taken out is one row a sample (or one vector), so kernels read one table more at most
         leaf = graph.make("table" if lane else "param", (*lead, width), (), key=key)
         for v in mine:
             known[v.number] = graph.view(leaf, v.shape, place_of(v, at))
+            # samples first: that is how rows of tables lie
             axes = sorted(range(len(v.shape)), key=lambda axis, v=v: v.shape[axis] != LANE)  # type: ignore[misc]
             parts.append((at, at + v.size, graph.reshape(graph.permute(v, axes), (*lead, v.size))))
             at += v.size
@@ -186,6 +192,7 @@ def frontier(values: Collection[Value], inside: Inside) -> list[Value]:
         if v.number in seen or not v.inputs:
             return
         seen.add(v.number)
+        # views cost nothing: what they look at is taken, unless they show less of it
         whole = v.op in ("view", "flat") and (not v.args[0].lane or v.size >= v.args[0].size)
         if inside(v) and not whole:
             found[v.number] = v
@@ -202,6 +209,7 @@ def worth_it(taken: list[Value]) -> list[Value]:
     """Without parts of tables that are all of them: to copy these would gain nothing."""
     parts = [v for v in taken if v.op == "view" and v.args[0].op == "table"]
     tables = {v.args[0].number: v.args[0].size for v in parts}
+    # parts of several tables are worth a copy only if they are less than the tables
     if sum(v.size for v in parts) < sum(tables.values()):
         return taken
     return [v for v in taken if v not in parts]

@@ -201,6 +201,7 @@ class Driver:
             self.say(f"take_rows(t_{array_name(key)}, row, q_{array_name(key)}, 0, {n * WIDTH})")
 
     def weigh_batch(self) -> None:
+        # one batch: its weights are the same in every step
         self.say("if n > batch or step == 0:", "    weight[:] = 0", "    for s in range(start, stop):",
                  "        weight[np.uint32(order[s])] += kind(1)", indent=3)  # fmt: skip
 
@@ -265,6 +266,7 @@ class Driver:
         self.say(f"value = {step.name}({', '.join(given)})", indent=3)
         if updates and updates[0][1].clip:
             self.say("square = kind(0)", indent=3)
+            # one norm over all names of a phase, as torch.nn.utils.clip_grad_norm_ takes it
             for _, one in updates:
                 some = f"[: blocks * {one.width * WIDTH}]" if one.table else ""
                 self.say(f"square += square_of(g_{one.name}{some})", indent=3)
@@ -283,6 +285,7 @@ class Driver:
             param, target = f"q_h_{one.name}", f"q_{array_name(one.target)}" if one.target else ""
         elif one.table:
             given = f"give_rows({grad}, {n * WIDTH}, used[:k], slope_{one.name})"
+            # rows outside the batch have a gradient of 0 and take Adam's step all the same
             whole = [f"s_{one.name}[:] = 0", given, *self.moved(at, one, f"r_{one.name}", f"s_{one.name}", f"target_{one.name}", one.state)]
             some = [given, *self.moved_listed(at, one)]
             if self.catches_up(one):
@@ -333,6 +336,7 @@ class Driver:
                          f"    store_changes(r_{name}, t_h_{name}, row, c_{name})", "else:",
                          f"    copy(r_{name}, 0, c_{name}.reshape(-1), 0, t * {n})")  # fmt: skip
                 continue
+            # training is over: its moments give room for the old rows
             spot = next((array for one in self.model.updates if one.name == name for array in one.state), f"g_{name}")
             self.say(f"if k_{name}.size:", f"    give_rows(q_h_{name}, {n * WIDTH}, row, k_{name})")
             self.say(f"if out_{name} == 0:", f"    give_rows(q_h_{name}, {n * WIDTH}, row, t_h_{name})", "else:",

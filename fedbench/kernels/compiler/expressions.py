@@ -39,6 +39,7 @@ class Constants:
         self.values: list[float] = []
 
     def text(self, value: float) -> str:
+        # these fold when numba compiles; no sweep is over them
         if value in LITERAL:
             return f"kind({value!r})"
         for at, one in enumerate(self.values):
@@ -69,6 +70,7 @@ class Expressions:
         return self.acts - n
 
     def aside(self, n: int) -> int:
+        # begins at a multiple of WIDTH, so that lanes do not lie in two cache lines
         self.tmp += -(-n // WIDTH) * WIDTH
         return self.tmp - -(-n // WIDTH) * WIDTH
 
@@ -101,6 +103,7 @@ class Expressions:
             self.params[at.how["key"]] = at.size
             return f"p_{array_name(at.how['key'])}", first, by
         kind, array, base = self.place[at.number]
+        # matrix products read arrays: a number in a variable is put down first
         if kind == "variable":
             to = self.aside(1)
             self.lines.append(f"    tmp[{to}] = {array}")
@@ -143,12 +146,14 @@ class Expressions:
         args = []
         for one in v.args:
             skip = len(v.shape) - len(one.shape)
+            # an axis of 1 is the same for all
             here = [0 if n == 1 and v.shape[skip + axis] != 1 else index[skip + axis] for axis, n in enumerate(one.shape)]
             args.append(self.x(one, here, lane))
         if v.f in SYMBOLS:
             return f"({args[0]} {SYMBOLS[v.f]} {args[1]})"
         if v.f == "neg":
             return f"(kind(0) - {args[0]})"
+        # of a number that is not above 0: its series needs no care for overflow
         if lane and v.f == "exp" and (inner := minus_magnitude(v)) is not None:
             return f"exp_minus({self.x(inner, index[len(index) - len(inner.shape) :], lane)})"
         if lane and v.f == "log1p" and source(v.args[0]).f == "exp" and minus_magnitude(source(v.args[0])) is not None:

@@ -73,12 +73,14 @@ def program(
     copies = {n: v.how["key"] for n, v in outputs.items() if whole and v.op == "table" and v.how["key"][0] == "sent"}
     dense = {n: v for n, v in outputs.items() if not v.lane}
     lane = {n: v for n, v in outputs.items() if v.lane and n not in copies}
+    # one score that is linear in its rows may need no tiles, see rowwise.Linear
     score = next(iter(lane)) if len(lane) == 1 and not whole else ""
     form = linear_form(graph, lane[score]) if score else None
     left = form.as_cut(graph, score) if form else cut(graph, lane, without_items, MADE_ROWS, OF_CLIENT)
     along, made_along = rows_along(left.outputs if whole else {}, constants)
     texts = {n: along.written(n, v) for n, v in made_along.items()}
     tiled = {n: v for n, v in left.outputs.items() if n not in texts} | {f"_{v.number}": v for v in along.scalars.values()}
+    # the client's part goes first: its rows read what it makes
     before = dense if left.numbers is None else {**dense, MINE: left.numbers}
     client = Part(f"{name}_client", graph, before, constants) if before else None
     rows = Part(f"{name}_rows", graph, tiled, constants) if tiled else None
@@ -115,6 +117,7 @@ class Run:
 
     @property
     def tile(self) -> int:
+        # a tile's rows, what is made of them and its results share the cache
         numbers = sum(self.tables.values()) + self.made.acts + (sum(v.size for v in self.rows.outputs.values()) if self.rows else 0)
         return min(TILES[1], max(TILES[0], IN_CACHE // numbers // WIDTH * WIDTH))
 
@@ -139,6 +142,7 @@ class Run:
         like = next(one for one in made.arguments if one.startswith("O_"))
         lines = [f"kind, at, room = {like}.dtype.type, 0, zeros({' + '.join(f'padded({n})' for _, n in room)}, {like})"]
         lines += [f"{name}, at = part(room, at, {n})" for name, n in room]
+        # clients that read the same rows go over a tile together: it is fetched once
         lines += [f"together = max(1, high - low) if {self.alike} and len(items) == 1 else 1"]
         lines += [f"own = zeros(together * {self.size}, {like})"]
         lines += ["for first in range(low, high, together):"]
@@ -195,6 +199,7 @@ def programs(
     graph: Graph, outputs: dict[str, Value], constants: Constants, shared: Callable[[Key], bool], whole: bool
 ) -> tuple[Program | None, Program]:
     """What is made once for all clients, if anything is, and what is made for each. whole: see program."""
+    # an output that is a leaf (a table as it was sent) has nothing to cut
     direct = {name: v for name, v in outputs.items() if not v.inputs}
     left = cut(graph, {name: v for name, v in outputs.items() if name not in direct}, common_to_all(shared), MADE_ROWS, MADE_NUMBERS)
     made = {name: v for name, v in (("rows", left.rows), ("numbers", left.numbers)) if v is not None}

@@ -82,6 +82,7 @@ class Graph:
     def make(self, op: str, shape: Iterable[Axis], args: Iterable[Any] = (), **how: Any) -> Value:
         shape, args = tuple(shape), tuple(args)
         parts = tuple(one.number if isinstance(one, Value) else ("literal", one) for one in args)
+        # `fn` is no part of the key: no two functions are equal; `key` says what a view does
         key = op, shape, parts, tuple(sorted((name, value) for name, value in how.items() if name != "fn"))
         if key not in self.known:
             self.known[key] = Value(len(self.known), op, shape, args, how)
@@ -98,7 +99,9 @@ class Graph:
         if of.op == "const":
             return self.const(of.args[0], shape)
         if of.op == "view":
+            # a view of a view is one view: reshapes would otherwise pile up in every index
             of, fn = of.args[0], _after(of.how["fn"], fn)
+        # by named indices: two views that map them alike are one value
         names = tuple(None if n == LANE else 0 if n == 1 else f"i{axis}" for axis, n in enumerate(shape))
         found = fn(names)
         if shape == of.shape and found == names:
@@ -112,6 +115,7 @@ class Graph:
         if (LANE in old) != (LANE in new):
             raise NotImplementedError("a reshape that mixes samples and features")
         if LANE in old:
+            # samples keep their order: only features before or after their axis may be grouped anew
             before = [math.prod(x for x in given[: given.index(LANE)] if isinstance(x, int)) for given in (old, new)]
             if before[0] != before[1]:
                 raise NotImplementedError("a reshape that mixes samples and features")
@@ -119,7 +123,7 @@ class Graph:
         def fn(index: tuple[Index, ...]) -> tuple[Index, ...]:
             given = [one for one, n in zip(index, new, strict=True) if n != LANE]
             ours, theirs = [n for n in old if isinstance(n, int)], [n for n in new if isinstance(n, int)]
-            if [n for n in ours if n != 1] == [n for n in theirs if n != 1]:
+            if [n for n in ours if n != 1] == [n for n in theirs if n != 1]:  # axes of 1 alone come or go: no division in the index
                 rest = iter([one for one, n in zip(given, theirs, strict=True) if n != 1])
                 found = [0 if n == 1 else next(rest) for n in ours]
             else:
@@ -129,6 +133,7 @@ class Graph:
 
         if v.op == "flat" and v.args[0].shape == new:
             return v.args[0]
+        # no plain view: where all of it is written, the numbers go over as they lie
         if [n for n in old if n != 1] != [n for n in new if n != 1] and v.op != "const":
             return self.make("flat", new, (v,), fn=fn, key=("reshape", old, new))
         return self.view(v, new, fn)
@@ -156,8 +161,10 @@ class Graph:
         start, stop = max(0, start), min(stop, n)
         if (start, stop) == (0, n):
             return v
+        # a part of a layer's outputs needs a part of its weights alone
         if v.op == "mix" and axis == 1:
             return self.mm(v.args[0], self.slice(v.args[1], 1, start, stop))
+        # slices move to the leaves: what nobody reads is never made
         if v.op == "ew" and v.lane:
             return self.ew(
                 v.f, *(self.const(a.args[0]) if a.op == "const" else self.slice(self.expand(a, v.shape), axis, start, stop) for a in v.args)
@@ -184,6 +191,7 @@ class Graph:
 
     def cat(self, shape: Shape, axis: int, parts: Sequence[tuple[int, int, Value]]) -> Value:
         """parts (start, stop, value) of an axis, added where they overlap, 0 where none is."""
+        # cut at all edges, so that parts overlap wholly or not at all
         edges = sorted({0, int(shape[axis]), *(edge for start, stop, _ in parts for edge in (start, stop))})
         out = []
         for low, high in zip(edges[:-1], edges[1:], strict=True):
@@ -225,6 +233,7 @@ class Graph:
             return args[0].args[0]
         if f == "pick" and self.expand(args[2], shape) is self.expand(args[3], shape):
             return self.expand(args[2], shape)
+        # gradients of slices are padded with zeros: added up they are a concatenation again
         if f == "add":
             pieces = [_pieces(self.expand(one, shape)) for one in args]
             if pieces[0] and pieces[1] and pieces[0][0] == pieces[1][0]:
@@ -283,6 +292,7 @@ class Graph:
             return self.make("param", (), (), key=("batch", KNOWN_SUMS[v.how["key"]]))
         parts = self.factors(v)
         uniform, lane = [p for p in parts if is_uniform(p)], [p for p in parts if not is_uniform(p)]
+        # multiplied once, after the sum
         if uniform and lane:
             outside = [self._dropped(p, axis, shape) for p in uniform]
             return self.product([self.lane_sum(self.product(lane), axis), *outside])
@@ -364,6 +374,7 @@ class Graph:
         parts = self.factors(a)
         uniform = [p for p in parts if is_uniform(p)]
         if uniform and len(uniform) < len(parts):
+            # (x · u) @ W = x @ (u · W): weights are multiplied, not samples
             column = self.product([self.view(p, (k, 1), lambda index: (None, index[0])) for p in uniform])
             rest = self.product([p for p in parts if p not in uniform])
             return self.mm(rest, self.ew("mul", self.expand(column, (k, n)), b))
@@ -377,7 +388,7 @@ class Graph:
         m, n = int(a.shape[0]), int(b.shape[1])
         if not a.lane or not b.lane or a.op == "const" or b.op == "const":
             raise NotImplementedError("a product over samples with what is the same for all of them")
-        if n == 1 and m > 1:
+        if n == 1 and m > 1:  # a single vector is a row: other rules look for m = 1
             return self.turned(self.prod(self.turned(b), self.turned(a)))
         if b.op == "cat" and b.how["axis"] == 1:
             return self.cat((m, n), 1, [(*bounds, self._prod(a, one, m)) for bounds, one in zip(b.how["bounds"], b.args, strict=True)])
@@ -454,6 +465,7 @@ def layout(v: Value) -> tuple[Value, int, list[int]] | None:
         for k in range(n):
             if at([k if here == axis else 0 for here in range(len(sizes))]) != first + k * by[axis]:
                 return None
+    # axes that look even one by one may not be so together: the far corner tells
     last = [n - 1 for n in sizes]
     if at(last) != first + sum(k * one for k, one in zip(last, by, strict=True)):
         return None

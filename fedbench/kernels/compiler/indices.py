@@ -14,7 +14,7 @@ Shape = tuple[Axis, ...]
 
 
 def strides(shape: Sequence[int]) -> list[int]:
-    """Of a row-major array."""
+    """Strides of a row-major array."""
     return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 

@@ -40,11 +40,12 @@ def kept(graph: Graph, phases: Sequence[tuple[dict[str, Value], set[str]]]) -> l
 
     def still(v: Value, phase: int, made: Callable[[int], bool]) -> tuple[bool, bool]:
         """Whether v is, where a phase needs it, what it was when a phase last `made` it; and whether that was in the step before."""
+        # phases take turns: how many of them ago it was made last, this one a step ago included
         back = next((n for n in range(1, len(phases) + 1) if made((phase - n) % len(phases))), 0)
         moved = set().union(*(phases[(phase - n) % len(phases)][1] for n in range(1, back + 1)))
         leaves = [one for one in reached([v]) if one.op in ("table", "param", "sample")]
         names = {("held", name) for name in moved}
-        before = back > phase
+        before = back > phase  # made before this step's first phase: in the step before
         fixed = all(isinstance(one.how["key"], str) or one.how["key"] not in names for one in leaves)
         of_batch = any((one.how["key"] if one.op == "sample" else one.how["key"][1]) in OF_BATCH for one in leaves)
         return bool(back) and fixed and not (before and of_batch), before
@@ -52,13 +53,16 @@ def kept(graph: Graph, phases: Sequence[tuple[dict[str, Value], set[str]]]) -> l
     bases: dict[int, tuple[Value, Affine]] = {}
     for phase, plan in enumerate(plans):
         for v in plan.order:
+            # below a gate there are awake units alone, and those are others in every step: nothing to keep
             if v.number in plan.affine and v.number not in plan.below_gate:
                 mixes, bias, _, _ = plan.affine[v.number]
                 made = [v.number in other.affine for other in plans]
+                # nor what is made of a gate; and a base must leave something to add to it
                 part = [mix for mix in mixes if still(mix, phase, made.__getitem__)[0] and mix.args[0].number not in plan.gates]
                 if 0 < len(part) < len(mixes) and (bias is None or still(bias, phase, made.__getitem__)[0]):
                     inputs = [one for mix in part for one in mix.args]
                     bases[v.number] = graph.make("base", v.shape, [*inputs, *([] if bias is None else [bias])]), Affine(part, bias, False)
+    # planned anew: bases are statements of their own, and the rest of a layer shrinks
     plans = [Schedule(graph, outputs, (), Kept(bases=bases)) for outputs, _ in phases]
     found = [Kept(bases=bases) for _ in phases]
     makes = [{v.number for v in plan.statements} for plan in plans]
@@ -70,6 +74,7 @@ def kept(graph: Graph, phases: Sequence[tuple[dict[str, Value], set[str]]]) -> l
                     (found[phase].once if before else found[phase].there).add(v.number)
     acts = tmp = 0
     slots: dict[int, int] = {}
+    # one slot for all phases: a phase finds a value where another has left it
     for v in [v for plan in plans for v in plan.statements]:
         if v.number not in slots and any(v.number in one.once | one.there for one in found):
             slots[v.number] = acts if v.lane else tmp

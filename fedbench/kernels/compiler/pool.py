@@ -74,6 +74,7 @@ def derive(what: str, objective: Objective, shapes: Mapping[str, tuple[int, ...]
     try:
         graph, outputs = gradient_graph(objective, shapes)
         if Degrees().needs_all_rows(outputs):
+            # a minibatch has the rows of its samples, never the whole table
             raise trace.Unsupported("a term over the rows of a table")
         sums = {name: found for name in TABLES if (found := combination(graph, outputs[name]))}
         outputs |= {name: together(graph, list(found.values())) for name, found in sums.items()}
@@ -94,6 +95,7 @@ def gradient_graph(objective: Objective, shapes: Mapping[str, tuple[int, ...]]) 
     leaves: dict[trace.Key, Tensor] = {}
     for name, shape in shapes.items():
         rows = trace.example(shape[1:] if name in TABLES else shape)
+        # in training, a table is one row a sample
         leaves["held", name] = rows.expand(trace.SAMPLES, *rows.shape).contiguous() if name in TABLES else rows
     leaves |= {("sample", name): torch.ones(trace.SAMPLES, dtype=torch.float64) for name in ("label", "weight")}
 
@@ -135,7 +137,7 @@ def combination(graph: Graph, slope: Value) -> dict[str, Value]:
                 factor = graph.ew("mul", factor, graph.expand(number, (LANE,)))
             else:
                 return {}
-        if len(tables) != 1:
+        if len(tables) != 1:  # two rows multiplied, or none at all
             return {}
         known = found.get(tables[0])
         found[tables[0]] = factor if known is None else graph.ew("add", known, factor)
@@ -160,6 +162,7 @@ def train_text(step: Step, widths: Mapping[str, int], sums: Mapping[str, tuple[s
 
     say("n, kind, like = labels.size, numbers.dtype.type, numbers", "total = 0.0")
     for name, width in widths.items():
+        # g: the gradient of a tile; S: that of the minibatch so far
         size, wide = (f"p_h_{name}.size", width) if name not in TABLES else (f"T_h_{name}.size", len(sums.get(name, range(width))) * TILE)
         say(f"g_{name}, S_{name} = zeros({wide}, like), zeros({size}, like)")
         if name in TABLES:
@@ -171,10 +174,12 @@ def train_text(step: Step, widths: Mapping[str, int], sums: Mapping[str, tuple[s
     for name in widths:  # on the scale of `adamw`
         say(*scaled(name, f"kind(1 / {1 - BETA1})", f"kind(1 / {1 - BETA2})"))
     say("for start in range(0, n, batch):", "    stop, before = min(start + batch, n), before + 1")
+    # a minibatch in tiles: Adam steps once, when the gradient is complete
     say(f"for low in range(start, stop, {TILE}):", f"    count = min({TILE}, stop - low)", "    blocks = padded(count) // WIDTH", indent=2)
     say("label[:count] = labels[low : low + count]", "weight[:count] = 1", "weight[count:] = 0", indent=3)
     for name in TABLES:
         say(f"take_rows(T_h_{name}, {COLUMN[name]}[low : low + count], q_h_{name}, 0, {widths[name] * WIDTH})", indent=3)
+    # every tile divides by the size of its minibatch, so that gradients of tiles add up to that of the mean
     rest = ["label", "weight", "weight", "acts", "tmp", "spare", "nothing", "ones", "numbers", "kind(stop - start)", "kind(0)"]
     rest += ["awake"] if step.listed else []
     say(f"total += step({', '.join(['blocks', *step.arguments(), *rest])}) * (stop - start)", indent=3)
@@ -184,6 +189,7 @@ def train_text(step: Step, widths: Mapping[str, int], sums: Mapping[str, tuple[s
         say(f"for at in range(0, S_{name}.size, {MOVED}):", f"    own = slice(at, at + {MOVED})", indent=2)
         say(f"adamw(p_h_{name}[own], S_{name}[own], m_{name}[own], v_{name}[own], pace, kind(1), kind(1), tiny)", indent=3)
         say(f"S_{name}[own] = 0", indent=3)
+    # back to torch's scale, which checkpoints and the generic path read
     for name in widths:
         say(*scaled(name, f"kind({1 - BETA1})", f"kind({1 - BETA2})"))
     say("return total / n")

@@ -30,6 +30,7 @@ def terms_of(graph: Graph, v: Value) -> list[Term] | None:
         return None if a is None or b is None else a + b
     if v.f in ("mul", "div"):
         args = [graph.expand(one, v.shape) for one in v.args]
+        # either factor may have the items; of a quotient, the upper part alone
         if v.f == "mul" and without_items(args[0]):
             args.reverse()
         if not without_items(args[1]):
@@ -60,6 +61,7 @@ class Linear:
             parts.append((at, at + v.size, v))
             at += v.size
         total = graph.const(0.0, (LANE,)) if is_zero(self.bias) else graph.expand(graph.slice(leaf, 0, size - 1, size), (LANE,))
+        # not strict: the bias, the last part, has no table
         for (low, high, _), table in zip(parts, self.tables.values(), strict=False):
             rows = graph.reshape(table, (LANE, table.size))
             total = graph.ew("add", total, graph.feature_sum(graph.ew("mul", rows, graph.slice(leaf, 0, low, high)), 1))
@@ -71,6 +73,7 @@ class Linear:
         for key, table in self.tables.items():
             name, n = array_name(key), table.size
             each, whole = f"T_{name}[at_{name}[first]]", n // WIDTH * WIDTH
+            # an item of several lists lies anywhere: its row is fetched ahead
             lines += [f"t_{name} = {each}.reshape(-1)", "if len(items) > 1:", f"    fetch({each}, mine)"]
             body.append(f"    y_{name} = mine[s] * {n}")
             if whole:
@@ -103,6 +106,7 @@ def linear_form(graph: Graph, v: Value) -> Linear | None:
         if terms is None:
             return None
         for factor, part in terms:
+            # the same for all items: one row of weights
             wide = graph.expand(factor, (1, *inner.shape[1:]))
             if part is None:
                 value = graph.feature_sum(wide, 1) if summed else wide
@@ -110,6 +114,7 @@ def linear_form(graph: Graph, v: Value) -> Linear | None:
                 continue
             lying = layout(part)
             n = part.size
+            # numbers of a row that lie apart would be read one by one: not faster than tiles
             if lying is None or (n > 1 and lying[2] != [1]):
                 return None
             table, first, _ = lying
@@ -138,6 +143,7 @@ class Along:
             return True
         if source(v).op == "table":
             lying = layout(v)
+            # number y is made of number y: no part, no offset
             return lying is not None and lying[0].size == v.size == wide and lying[1:] == (0, [1])
         return v.f in LANES | SYMBOLS.keys() | {"neg"} and v.lane and v.shape[-1] == wide and all(self.fits(one, wide) for one in v.args)
 
@@ -176,6 +182,7 @@ def rows_along(outputs: dict[str, Value], constants: Constants) -> tuple[Along, 
     along = Along(constants)
     found = {}
     for name, v in outputs.items():
+        # rows are written as they are made: a table that is another output would be read half merged
         written = {("own", other) for other in outputs if other != name}
         if v.shape[:1] == (LANE,) and len(v.shape) == 2 and v.size > 1 and along.fits(v, v.size) and not written & reads([v]):
             found[name] = v

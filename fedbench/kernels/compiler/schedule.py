@@ -81,18 +81,20 @@ class Schedule:
 
     def used(self, v: Value, by: Value) -> None:
         self.uses[v.number] = self.uses.get(v.number, 0) + 1
+        # what kinds of operations read a value decides in `made` whether it gets a place
         self.by.setdefault(v.number, set()).add(by.op if by.op != "ew" else "lane" if by.lane else "uniform")
 
     # ---- layers of networks ------------------------------------------------------------------------------------------
 
     def terms(self, v: Value) -> tuple[list[Value], list[Value]] | None:
-        """Of a tree of sums: its products with weights and its uniform terms; None if there is anything else."""
+        """The products with weights and the uniform terms of a tree of sums; None if there is anything else."""
         if v.op == "mix":
             return [v], []
         if is_uniform(v):
             return [], [v]
         if v.f != "add":
             return None
+        # a part that others read too is made for them anyway: as a term it would be made twice
         if any(self.uses[source(one).number] > 1 and source(one).op in ("mix", "ew") and source(one).lane for one in v.args):
             return None
         parts = [self.terms(self.graph.expand(one, v.shape)) for one in v.args]
@@ -111,6 +113,7 @@ class Schedule:
                     if one.op in ("ew", "mix") and one.lane:
                         fold(one, top)
 
+        # from the end, so that the whole sum becomes one layer and not its first part
         for v in reversed(self.order):
             if v.number in folded or not v.lane or v.size == 1 or len(v.shape) != 2:
                 continue
@@ -121,16 +124,19 @@ class Schedule:
                 continue
             bias: Value | None = None
             for one in terms[1]:
+                # a term without samples is the same for all of them: one row of it is the bias
                 row = self.graph.view(one, (v.shape[1],), lambda index: (None, index[0]))
                 bias = row if bias is None else self.graph.ew("add", bias, row)
             self.affine[v.number] = Affine(terms[0], bias, relu)
             fold(v, v)
+        # a base is a layer of its own, without the ReLU, which must see the whole sum
         for number in self.affine.keys() & self.bases.keys():
             base, part = self.bases[number]
             mixes, _, relu, _ = self.affine[number]
             self.affine[number] = Affine([mix for mix in mixes if mix not in part.mixes], None, relu, base)
             self.affine[base.number] = part
         for mixes, bias, _, _ in self.affine.values():
+            # products over the whole batch read arrays, not variables of a pass
             self.forced |= {source(one).number for mix in mixes for one in mix.args}
             if bias is not None:
                 self.forced.add(source(bias).number)
@@ -147,6 +153,7 @@ class Schedule:
                 gates = [(at, one, source(one).number) for at, one in enumerate(v.args) if isinstance(one, Value)]
                 gates = [(at, one, number) for at, one, number in gates if number in self.gates]
                 for at, one, number in gates:
+                    # gradients of awake units lie in the order of a list: a reader that slices or joins them would meet others
                     whole = one.number == number or (v.op, at) == ("prod", 0)
                     reads = (v.op == "mix" and at == 0) or v.op in ("prod", "column_sums")
                     if not (whole and reads and len(gates) == 1 and one.size == source(one).size):
@@ -155,6 +162,7 @@ class Schedule:
             self.gates.pop(source(v).number, None)
         for v in self.order:
             if v.number in self.gates:
+                # what the gate alone reads is not needed for sleeping units either
                 affine = self.affine.get(v.args[2].number)
                 if affine and not affine.relu and affine.bias is None and self.uses[v.args[2].number] == 1:
                     self.below_gate[v.args[2].number] = v
@@ -177,11 +185,13 @@ class Schedule:
         if v.op != "ew":
             return True
         by = self.by.get(v.number, set())
+        # one number a sample is a variable of its pass: keeping it is free
         if v.lane and v.size == 1:
             return True
         if v.lane:
             if by & {"mix", "prod", "column_sums", "scatter"} or v.number in self.forced:
                 return True
+            # a value goes to memory where that costs less than making it again
             return self.uses.get(v.number, 0) > 1 and not self.cheap(v)
         dear = v.f not in CHEAP and "uniform" in by  # a root or an exponential would be found again for every use
         return v.size == 1 or dear or bool(by & {"mix", "uniform_mm", "lane", "cat", "gather"}) or v.number in self.forced
@@ -193,6 +203,7 @@ class Schedule:
         seen: set[int] = set()
 
         def walk(v: Value) -> None:
+            # `there`: an earlier phase of this step left it
             if v.number in seen or v.number in self.there:
                 return
             seen.add(v.number)
@@ -227,6 +238,7 @@ class Schedule:
         v = source(v)
         if v.number in self.stage:
             stage, made = self.stage[v.number]
+            # what a pass makes is whole only when it has seen all blocks
             return stage + 1 if made == LOOP and kind == BEFORE else stage
         return max((self.earliest(one, kind) for one in self.inputs(v)), default=0)
 
@@ -261,6 +273,7 @@ class Schedule:
         v = source(v)
         if v.number in self.stage:
             at, made = self.stage[v.number]
+            # variables end with their pass
             if made == LOOP and (at != stage or kind != LOOP):
                 self.kept.add(v.number)
             return
@@ -289,6 +302,7 @@ class Tiles(Schedule):
         """The first pass after which nothing reads rows."""
         for v in self.statements:
             stage, kind = self.stage[v.number]
+            # rows move in place where their gradient is made: nobody may want the old ones afterwards
             if kind != BEFORE or any(self.reads(one) for one in v.inputs):
                 stages = [*stages, stage - (kind == SUM)]
         return max(stages, default=0)

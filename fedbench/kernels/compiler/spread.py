@@ -27,6 +27,7 @@ class Term(NamedTuple):
 class BatchGraph(Graph):
     def ew(self, f: str, *given: Value | float) -> Value:
         """A sum of weights that are read column by column is made as they lie, and looked at from the side."""
+        # only matrices without samples: of these, layers read columns
         args = [one for one in given if isinstance(one, Value) and len(one.shape) == 2 and not one.lane]
         if f in ("add", "sub", "neg") and len(args) == len(given) and all(one.shape == args[0].shape and turned(one) for one in args):
             return self.turned(super().ew(f, *map(self.turned, args)))
@@ -34,6 +35,7 @@ class BatchGraph(Graph):
 
     def terms(self, v: Value) -> list[Term] | None:
         """v [samples, features] as a sum of rows of tables, maybe times numbers of each sample; None if it is anything else."""
+        # a row of one number is no row, but a scalar of its sample
         if source(v).op == "table" and v.size > 1:
             return [Term(1, (), v)]
         if v.f in ("add", "sub", "neg"):
@@ -55,6 +57,7 @@ class BatchGraph(Graph):
         return found or []
 
     def added(self, signed: Sequence[tuple[int, Value]]) -> Value:
+        # those with a plus first: a sum that begins with a minus needs an operation more
         ordered = sorted(signed, key=lambda term: -term[0])
         sign, total = ordered[0]
         total = total if sign > 0 else self.ew("neg", total)
@@ -65,11 +68,13 @@ class BatchGraph(Graph):
     def feature_sum(self, v: Value, axis: int) -> Value:
         parts = self.factors(v)
         sums = [one for one in parts if self.several(one)]
+        # a product of two such sums would have a term for each pair
         if len(sums) != 1 or axis != 1:
             return super().feature_sum(v, axis)
         rest = [one for one in parts if one is not sums[0]]
         groups: dict[tuple[int, ...], list[Term]] = {}
         for term in self.several(sums[0]):
+            # terms with the same scalars are added up before these are multiplied
             groups.setdefault(tuple(one.number for one in term.scalars), []).append(term)
         made = []
         for group in groups.values():
@@ -80,7 +85,7 @@ class BatchGraph(Graph):
         return self.added(made)
 
     def scalars(self, values: Sequence[Value]) -> list[Value]:
-        """Those that repeat one number of a sample for all features."""
+        """The values that repeat one number of a sample for all features."""
         return [one for one in values if not is_uniform(one) and self._scalar(one) is not None]
 
     def vectors(self, values: Sequence[Value]) -> list[Value]:
@@ -96,6 +101,7 @@ class BatchGraph(Graph):
         shared = self.shared_rows(a) if a.lane and not b.lane else None
         if shared is None:
             return super().mm(a, b)
+        # sums of weights are made once a step, sums of rows once a sample
         weights = [self.slice(b, 0, *bounds) for bounds in a.how["bounds"]]
         rows = {term.rows.number: term.rows for part in shared for term in part}
         made = []
@@ -108,6 +114,7 @@ class BatchGraph(Graph):
         return total
 
     def prod(self, a: Value, b: Value) -> Value:
+        # one row of products: the scalars join it, and rows are read as they lie
         if a.shape[0] == 1 and len(terms := self.several(b)) > 1:
             scalars = [(t.sign, self.product([a, *(self.one_a_sample(one, (1, LANE)) for one in t.scalars)])) for t in terms]
             rows = {term.rows.number: term.rows for term in terms}
@@ -124,7 +131,7 @@ class BatchGraph(Graph):
         return self.cat((a.shape[0], b.shape[1]), 1, parts)
 
     def shared_rows(self, v: Value) -> list[list[Term]] | None:
-        """Of inputs side by side, some of them sums of rows: the terms of each, if they are made of no more rows than there are parts."""
+        """The terms of inputs side by side, some of them sums of rows, if made of no more rows than there are inputs; else None."""
         if v.op != "cat" or v.how["axis"] != 1:
             return None
         parts = [self.several(one) or self.terms(one) for one in v.args]

@@ -43,7 +43,7 @@ class Step(Expressions):
         self.found = found or Kept()
         self.acts, self.tmp = self.found.acts, self.found.tmp
         self.fused = self.fitting(Schedule(graph, outputs, fused, found), fused)
-        self.plan = Schedule(graph, outputs, self.fused, found)
+        self.plan = Schedule(graph, outputs, self.fused, found)  # again: tables that step at once have their gradient in the last pass
         self.most_outs = WIDTH
         self.direct: dict[int, tuple[str, int, int]] = {}
         """values that are written right where a gradient belongs"""
@@ -55,18 +55,18 @@ class Step(Expressions):
 
     @staticmethod
     def fitting(plan: Schedule, wanted: Sequence[str]) -> tuple[str, ...]:
-        """Of several tables one can step while its gradient is made; a second only if that does not read the first's rows."""
+        """The tables that can step while their gradient is made: a further one only if that does not read rows of those before it."""
         found: list[str] = []
         for name in wanted:
             reads = set().union(*(plan.reads(piece.value) for piece in plan.pieces if piece.name == name))
-            if not any(("held", other) in reads for other in found):
+            if not any(("held", other) in reads for other in found):  # the rows that it reads would have moved already
                 found.append(name)
         return tuple(found)
 
     # ---- statements ------------------------------------------------------------------------------------------------------
 
     def written(self) -> str:
-        self.find_direct()
+        self.find_direct()  # before any statement: it decides where results are written
         plan = self.plan
         for v in reached(plan.outputs.values()):
             if v.number in self.found.there:
@@ -75,7 +75,7 @@ class Step(Expressions):
         for stage in range(plan.last + 1):
             for v in plan.statements:
                 if plan.stage[v.number] == (stage, BEFORE):
-                    first = len(self.lines)
+                    first = len(self.lines)  # what the step before may have left is made under a condition
                     self.before(v)
                     if v.number in self.found.once:
                         self.lines[first:] = ["    if anew:", *(f"    {line}" for line in self.lines[first:])]
@@ -120,7 +120,7 @@ class Step(Expressions):
             of = source(v)
             if of.op not in ("prod", "column_sums") or self.plan.uses[of.number] != 1 or of.size != v.size:
                 return
-            vector = sum(n > 1 for n in of.features) <= 1 and sum(n > 1 for n in v.features) <= 1
+            vector = sum(n > 1 for n in of.features) <= 1 and sum(n > 1 for n in v.features) <= 1  # kernels write one number after another
             steps = [one for one, n in zip(by, v.features, strict=True) if n > 1]
             if (v is of and list(by) == strides(v.features)) or (vector and steps in ([1], [])):
                 self.direct[of.number] = (array, at, 0)
@@ -138,7 +138,7 @@ class Step(Expressions):
         """A statement that comes before a pass."""
         if v.number in self.plan.affine:
             self.mix(v, self.plan.affine[v.number])
-            if any(layer is v for layer in self.plan.gates.values()):
+            if any(layer is v for layer in self.plan.gates.values()):  # its gradients follow: list the units that are awake, once
                 self.find_awake(v)
         elif v.op in ("prod", "column_sums"):
             self.products(v)
@@ -159,7 +159,7 @@ class Step(Expressions):
             ]
         elif v.op in REDUCED:
             self.uniform_sum(v)
-        elif v.size == 1 and v.op != "cat":
+        elif v.size == 1 and v.op != "cat":  # kind(): numba would widen float32 beside whole numbers
             self.lines.append(f"    u{v.number} = kind({self.x_of(v, [0] * len(v.shape), False)})")
             self.place[v.number] = ("variable", f"u{v.number}", 0)
         else:
@@ -196,9 +196,9 @@ class Step(Expressions):
     def mix(self, v: Value, affine: Affine) -> None:
         """Layers of a network over the whole batch."""
         n = int(v.shape[1])
-        self.most_outs = max(self.most_outs, n)
+        self.most_outs = max(self.most_outs, n)  # `nothing` is so many zeros: where a layer without a bias begins
         gate = self.plan.below_gate.get(v.number)
-        if gate is not None:
+        if gate is not None:  # with no unit awake above, no gradients arrive and none are made
             above = [f"few_{mix.args[0].number}" for mix in affine.mixes if mix.args[0].number in self.plan.gates]
             asleep = f" if {' + '.join(above)} else 0" if len(above) == len(affine.mixes) else ""
             self.lines.append(f"    few_{gate.number} = few_{self.plan.gates[gate.number].number}{asleep}")
@@ -214,7 +214,7 @@ class Step(Expressions):
             begin = f"acts, {self.place[affine.base.number][2] * WIDTH}, ACTS * {WIDTH}"
         if affine.bias is not None:
             bias, first, steps = self.flat(affine.bias)
-            if n > 1 and steps != [1]:
+            if n > 1 and steps != [1]:  # mix reads a bias one number after another
                 to = self.aside(n)
                 self.store(affine.bias, "tmp", to, [1])
                 bias, first = "tmp", to
@@ -226,7 +226,7 @@ class Step(Expressions):
             ins, outs = str(a.shape[1]), str(n)
             if a.number in self.plan.gates or gate is not None:
                 ins, outs, (w, w_at, by_out, by_in) = self.of_awake(one, gate, (w, w_at, by_out, by_in))  # type: ignore[assignment]
-            onto |= k > 0
+            onto |= k > 0  # each further product is added to what the first has written
             name = ("mix_onto" if onto else "mix") + ("_positive" if affine.relu and k == len(affine.mixes) - 1 else "" if onto else "_all")
             start = f"{array}, {at * WIDTH}, {by} * {WIDTH}" if k else begin
             self.lines.append(
@@ -237,7 +237,7 @@ class Step(Expressions):
     def find_awake(self, layer: Value) -> None:
         """The units of a layer that are not 0 for all samples: only these have slopes. They are listed, and slopes lie in that order."""
         n, number, (_, array, at) = int(layer.shape[1]), layer.number, self.place[layer.number]
-        first, to = self.listed, self.aside(n)
+        first, to = self.listed, self.aside(n)  # tmp: sums that show which units are 0 throughout
         self.awake[number], self.listed = first, first + n
         self.lines.append(
             f"    few_{number} = list_awake({array}, {at * WIDTH}, ACTS * {WIDTH}, {n}, blocks, ones, tmp, {to}, awake, {first})"
@@ -249,7 +249,7 @@ class Step(Expressions):
         n, count, name = int(mix.shape[1]), int(a.shape[1]), f"w_{mix.number}"
         ins, first_in = (f"few_{a.number}", self.awake[gates[a.number].number]) if a.number in gates else (str(count), -1)
         outs, first_out = (f"few_{gate.number}", self.awake[gates[gate.number].number]) if gate is not None else (str(n), -1)
-        to = self.aside(n * count)
+        to = self.aside(n * count)  # weights of awake units are copied side by side, if any unit sleeps
         self.lines += [
             f"    {name}, {name}_at, {name}_out, {name}_in = {array}, {at}, {by_out}, {by_in}",
             f"    if {ins} < {count} or {outs} < {n}:",
@@ -272,7 +272,7 @@ class Step(Expressions):
         gates = self.plan.gates
         ups = str(m) if a is None or source(a).number not in gates else f"few_{source(a).number}"
         count = str(n) if source(b).number not in gates else f"few_{source(b).number}"
-        self.lines.append(f"    {array}[{at}:{at + int(m) * int(n)}] = 0")
+        self.lines.append(f"    {array}[{at}:{at + int(m) * int(n)}] = 0")  # `products` adds to what is there
         self.lines.append(
             f"    products({left}, {first * WIDTH}, {step} * {WIDTH}, {ups}, {right}, {feature * WIDTH}, {block} * {WIDTH}, {count}, "
             f"{array}, {at}, blocks, spare)"
@@ -282,13 +282,13 @@ class Step(Expressions):
             self.lines += [f"    if {ups} < {m}:", f"        part_rows({array}, {at}, {at}, {m}, {ups}, {n}, {listed})"]
         if source(b).number in gates:
             listed = f"awake, {self.awake[gates[source(b).number].number]}"
-            self.lines += [f"    if {count} < {n}:", f"        for u in range({int(m) - 1}, -1, -1):"]
+            self.lines += [f"    if {count} < {n}:", f"        for u in range({int(m) - 1}, -1, -1):"]  # backwards: rows widen in place
             self.lines += [f"            part_rows({array}, {at} + u * {count}, {at} + u * {n}, {n}, {count}, 1, {listed})"]
 
     def categories(self, v: Value) -> None:
         """Rows by the category of each sample, taken from a tensor or added to one, sample by sample."""
         of, category = v.args
-        numbers, feature, block = self.lying(category)
+        numbers, feature, block = self.lying(category)  # no vectors: two samples of a block may share a category
         every = ["for b in range(blocks):", f"    for s in range({WIDTH}):"]
         row = f"int({numbers}[b * {block} * {WIDTH} + {feature * WIDTH} + s])"
         if v.op == "gather":
@@ -315,7 +315,7 @@ class Step(Expressions):
             left = iter([step for step, n in zip(by, v.features, strict=True) if n > 1])
             self.store(of, array, at, [next(left) if n > 1 else 0 for n in of.features])
             return
-        if self.place.get(source(v).number) == ("uniform", array, at) and not own:
+        if self.place.get(source(v).number) == ("uniform", array, at) and not own:  # it was written there, see find_direct
             return
 
         def body(index: tuple[Index, ...]) -> list[str]:
@@ -338,7 +338,7 @@ class Step(Expressions):
                 made = self.in_pass(v, indent)
                 if v.number in self.found.once:
                     made = [f"{indent}if anew:", *(f"    {line}" for line in made)]
-                    del self.now[v.number]
+                    del self.now[v.number]  # numba knows no variable of one branch alone
                 lines += made
             elif plan.stage[v.number] == (stage + 1, SUM):
                 sums.append(v)
@@ -347,18 +347,18 @@ class Step(Expressions):
         for piece in pieces:
             if piece.name not in self.fused and piece.value.number not in self.direct:
                 lines += self.vector(piece.value, f"g_{piece.name}", piece.offset, indent)
-        for name in self.fused:
+        for name in self.fused:  # last: it moves rows that all else in this pass reads
             for piece in pieces:
                 if piece.name == name:
                     lines += self.adam(piece.value, name, piece.offset, indent)
         if not lines:
             return
         text = "\n".join(lines)
-        self.lines += [f"    t{v.number} = spread(kind(0))" for v in sums]
+        self.lines += [f"    t{v.number} = spread(kind(0))" for v in sums]  # sixteen sums each; one only after the pass
         self.lines.append("    for b in range(blocks):")
         if ", s)" in text:
             self.lines.append(f"{indent}s = b * {WIDTH}")
-        wide = {"acts": "ACTS"} | {f"q_{array_name(key)}": str(n) for key, n in self.tables.items()}
+        wide = {"acts": "ACTS"} | {f"q_{array_name(key)}": str(n) for key, n in self.tables.items()}  # x_array: where block b begins in it
         wide |= {f"g_{name}": str(self.width(name)) for name in self.outputs}
         self.lines += [f"{indent}x_{array} = b * ({n} * {WIDTH})" for array, n in wide.items() if f"x_{array} " in text]
         self.lines += lines
@@ -469,7 +469,7 @@ class Step(Expressions):
         """Adam's step of the rows, two features at a time: by one division for both."""
         n, q = v.size, f"q_{array_name(('held', name))}"
         self.tables[("held", name)] = self.width(name)
-        shape = [LANE_INDEX if not isinstance(size, int) else size for size in v.shape]
+        shape = [LANE_INDEX if not isinstance(size, int) else size for size in v.shape]  # marks the axis of samples, which has no index
 
         def slope(i: int | str) -> str:
             index = [None if size is LANE_INDEX else 0 if size == 1 else i for size in shape]
@@ -477,7 +477,7 @@ class Step(Expressions):
 
         assert sum(size is not LANE_INDEX and size > 1 for size in shape) <= 1
         out: list[str] = []
-        for test, how in (("if fresh:", "first_steps"), ("else:", "steps_of")):
+        for test, how in (("if fresh:", "first_steps"), ("else:", "steps_of")):  # moments are not cleared: the first step writes them
             out.append(f"{indent}{test}")
             if n > 1:
                 out += [f"{indent}    for j in range(0, {n // 2 * 2}, 2):", f"{indent}        y = x_{q} + (j + {offset}) * {WIDTH}"]
@@ -487,7 +487,7 @@ class Step(Expressions):
                     f"{indent}        put({q}, y, take({q}, y) - y0)",
                     f"{indent}        put({q}, y + {WIDTH}, take({q}, y + {WIDTH}) - y1)",
                 ]
-            if n % 2:
+            if n % 2:  # the last feature has none to share a division with
                 out.append(f"{indent}    y = x_{q} + {(offset + n - 1) * WIDTH}")
                 if how == "first_steps":
                     out += [f"{indent}    put(m_{name}, y, spread(kind(0)))", f"{indent}    put(v_{name}, y, spread(kind(0)))"]

@@ -83,9 +83,11 @@ def recorded(function: Callable[..., Any], leaves: Mapping[Key, Tensor], lines: 
     """Torch's record of a function, without what nothing is made of; `lines` remembers where operations come from."""
     try:
         with lines:
+            # softmax and the like come apart into operations that graphs know, see operations.py
             module = make_fx(function, decomposition_table=taken_apart())(*leaves.values())
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         raise Unsupported(f"torch cannot record it: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
+    # a gradient makes values that nobody asks for: these need not be known here
     module.graph.eliminate_dead_code()
     return module
 
@@ -95,6 +97,7 @@ def read(function: Callable[..., Any], leaves: Mapping[Key, Tensor]) -> list[set
 
     Unsupported if the function looks at the numbers of tensors, changes one in place, or if how many rows there are is among its numbers.
     """
+    # recorded again with a row less: a number that changes is the number of rows
     fewer = {key: value[1:] if value.shape[:1] == (ROWS,) else value for key, value in leaves.items()}
     (found, numbers), (_, others) = (_read(function, some) for some in (leaves, fewer))
     if numbers != others:
@@ -110,10 +113,12 @@ def _read(function: Callable[..., Any], leaves: Mapping[Key, Tensor]) -> tuple[l
         raise Unsupported(f"torch cannot record it: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
     keys, found, needed = iter(leaves), dict[Any, set[Key]](), {*out.all_input_nodes}
     for node in nodes:
+        # tensors may share memory: what was written into could not be told any more
         if node.op == "call_function" and getattr(node.target, "_schema", None) is not None and node.target._schema.is_mutable:
             raise Unsupported("a change in place")
         inputs = () if node.target in SHAPE_ALONE else node.all_input_nodes
         found[node] = {next(keys)} if node.op == "placeholder" else set().union(*(found[one] for one in inputs))
+    # only numbers that reach an output count
     for node in reversed(nodes):
         if node in needed and node.target not in SHAPE_ALONE:
             needed |= {*node.all_input_nodes}
@@ -125,8 +130,10 @@ def example(shape: Sequence[int | str], dtype: torch.dtype = torch.float64) -> T
     if shape[-1:] == (WHOLE,):
         return example(shape[:-1], torch.int64)
     size = [ROWS if one == LANE else int(one) for one in shape]
+    # a feature axis of such a size would be taken for one of samples
     if any(one % prime == 0 for one in size if one != ROWS and one for prime in (SAMPLES, ROWS)):
         raise Unsupported(f"a tensor of shape {tuple(shape)}: {SAMPLES} and {ROWS} are used as marks")
+    # torch computes while it records: roots, logarithms and quotients of 0.5 are numbers
     return torch.full(size, 0.5, dtype=dtype) if dtype.is_floating_point else torch.zeros(size, dtype=dtype)
 
 
@@ -156,6 +163,7 @@ class Lines(TorchFunctionMode):
             frame = frame.f_back
         mode = get_proxy_mode()
         nodes: Any = mode.tracer.graph.nodes if mode is not None else ()
+        # names of functions do not say what torch makes of them: what is recorded meanwhile belongs to this line too
         before = len(nodes)
         found = function(*args, **(kwargs or {}))
         if frame is not None:
@@ -207,14 +215,17 @@ class Translation:
             elif node.op == "call_function":
                 try:
                     self.values[node] = self.translated(node)
+                # a rule that meets what it does not expect fails somehow: the generic path runs the method, only slower
                 except (Unsupported, NotImplementedError, AssertionError, KeyError, IndexError) as error:
                     what = str(error) if isinstance(error, Unsupported | NotImplementedError) and str(error) else f"{node.target}"
                     raise Unsupported(f"{what}{self.lines.of(node)}") from error
         out = next(node for node in self.module.graph.nodes if node.op == "output").args[0]
+        # no node: the loss does not depend on that name, and its gradient is 0
         found = [self.values[one] if isinstance(one, torch.fx.Node) else self.graph.const(0.0) for one in out]
         return self.graph, dict(zip(names, found, strict=True))
 
     def constant(self, tensor: Tensor) -> Value:
+        # one number throughout needs no memory: it is written into expressions
         if tensor.numel() and bool((tensor == tensor.reshape(-1)[0]).all()):
             return self.graph.const(float(tensor.reshape(-1)[0]), marked(tensor.shape))
         if not 0 < tensor.numel() <= MOST_CONSTANTS:
@@ -240,6 +251,7 @@ class Translation:
             args[1] = self.graph.ew("mul", self.number(args[1]), self.number(node.kwargs["alpha"]))
         if target in SAME_NUMBERS or target is aten._to_copy.default:
             return args[0]
+        # an operation in place is as good as its plain form if nobody reads the old numbers
         if target is aten.copy_.default or (target not in RESHAPES and not_in_place(target) is not None):
             if self.read_later(node):
                 raise Unsupported("a change in place of what is read later")
@@ -251,6 +263,7 @@ class Translation:
         for ways in (self.elementwise, self.choosing, self.shaping, self.gathering, self.summing, self.filling):
             found = ways(target, args, shape)
             if found is not None:
+                # a wrong shape is a rule's mistake: a kernel of it would read beside its rows
                 if isinstance(found, Value) and found.shape != shape:
                     raise Unsupported(f"{target}: {found.shape} in place of {shape}")
                 return found
@@ -301,7 +314,7 @@ class Translation:
             return g.ew("div", 1.0, self.power(x, -exponent))
         if exponent * 2 % 1:  # of a negative number torch finds nan too
             return g.ew("exp", g.ew("mul", exponent, g.ew("log", x)))
-        if exponent > MOST_FACTORS:
+        if exponent > MOST_FACTORS:  # x ** 20 by squares: few products
             half = self.power(x, float(exponent // 2))
             return g.product([half, half, *([self.power(x, exponent % 2)] if exponent % 2 else [])])
         factors = [x] * int(exponent) + [g.ew("sqrt", x)] * bool(exponent % 1)
@@ -313,6 +326,7 @@ class Translation:
         if target in COMPARE:
             x, y = map(self.number, args[:2])
             how = COMPARE[target]
+            # pick knows > alone: x >= y is "not y > x", with results exchanged
             pair = {"gt": (x, y), "lt": (y, x), "ge": (y, x), "le": (x, y)}[how]
             held = (1.0, 0.0) if how in ("gt", "lt") else (0.0, 1.0)
             return g.expand(g.ew("pick", *pair, *held), shape)
@@ -321,6 +335,7 @@ class Translation:
             apart = g.ew("max", g.ew("pick", x, y, 1.0, 0.0), g.ew("pick", y, x, 1.0, 0.0))
             return g.expand(apart if target in (aten.ne.Scalar, aten.ne.Tensor) else g.ew("sub", 1.0, apart), shape)
         if target is aten.isnan.default:
+            # no comparison with NaN holds, so it alone is not > -1
             return g.ew("pick", g.ew("abs", args[0]), -1.0, 0.0, 1.0)
         if target is aten.logical_not.default or target is aten.bitwise_not.default:
             return g.ew("sub", 1.0, args[0])
@@ -331,6 +346,7 @@ class Translation:
         if target is aten.where.self:
             yes, no = (g.expand(self.number(one), broadcast(self.number(one).shape, shape)) for one in args[1:3])
             test = args[0]
+            # `where` of a comparison is one pick, not a 0 or 1 that is then compared
             if test.f == "pick" and [one.args[0] if one.op == "const" else None for one in test.args[2:]] in ([1.0, 0.0], [0.0, 1.0]):
                 both = (yes, no) if test.args[2].args[0] == 1.0 else (no, yes)
                 return g.expand(g.ew("pick", *test.args[:2], *both), shape)
@@ -354,6 +370,7 @@ class Translation:
         if target is aten.slice.Tensor:
             given: list[Any] = [*args[1:], *[0, None, None, 1][len(args) - 1 :]]
             axis, start, stop, step = given
+            # kernels take all samples of a block: they cannot leave some out
             if step != 1 or (args[0].shape[axis] == LANE and shape != args[0].shape):
                 raise Unsupported("a part of the samples or rows, or every k-th number")
             return g.slice(args[0], axis, start, stop)
@@ -405,6 +422,7 @@ class Translation:
                 return self.graph.rows_of_categories(rows, index[0])
             if index != [ITEMS] or rows.shape[:1] != (LANE,):
                 raise Unsupported("indexing by anything but batch.items, or categories of items")
+            # such rows have a weight already, and would get that of their samples on top
             if self.degrees.of(rows) - PLAIN:
                 raise Unsupported("batch.rows or batch.weight indexed by batch.items")
             return rows
@@ -415,6 +433,7 @@ class Translation:
                 return self.graph.make("scatter", shape, (self.graph.lying(args[2]), args[1][0]))
             if args[1] != [ITEMS]:
                 raise Unsupported("index_put by anything but batch.items, or categories of items")
+            # samples of one item are one with a weight: their gradients add up only if linear in it
             if any(weight != 1 for weight, _ in self.degrees.of(args[2])):
                 raise NotLinear("a gradient of rows that is not linear in batch.weight")
             return args[2]

@@ -80,7 +80,7 @@ class TileModel:
         """A tile's rows take their step; if the norm of the whole gradient counts, their gradient is put down and its square added up."""
         updates = {one.name: (at, one) for at, one in self.updates_of(number) if one.table}
         clips = any(one.clip for _, one in updates.values())
-        lines = [] if clips else [BARRIER]
+        lines = [] if clips else [BARRIER]  # rows move in place: others may still read them
         for slope in slopes:
             frame, (at, one) = slope.frame, updates[slope.name]
             row, real = ("r[:, None]", f"(real[:, None] & {frame.mask})") if frame.wide else ("r", "real")

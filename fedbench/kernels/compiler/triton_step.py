@@ -104,7 +104,7 @@ class TileStep:
                 raise NotImplementedError(f"{v.f or v.op}, which kernels for GPUs do not have")
         self.stored: set[int] = set()
         """values that go through memory, found while the text is written"""
-        while True:
+        while True:  # anew whenever a value turns out to need memory: once a value at most
             try:
                 self.start()
                 self.write()
@@ -133,7 +133,7 @@ class TileStep:
     # ---- text ------------------------------------------------------------------------------------------------------------
 
     def say(self, *lines: str) -> None:
-        if self.waits:
+        if self.waits:  # what follows reads what was just written
             self.barrier()
         self.lines += ["    " * self.indent + line for line in lines]
 
@@ -150,7 +150,7 @@ class TileStep:
         return f"{letter}{self.number}_{v.number}"
 
     def frame(self, shape: Sequence[int | str], lane: bool, f: str = "") -> Frame:
-        """Of a value of this shape; f: the variable that counts its features, if it is a special one."""
+        """The frame of a value of this shape; f: the variable that counts its features, if it is a special one."""
         sizes = [n for n in shape if isinstance(n, int)]
         size = math.prod(sizes)
         if size == 1:
@@ -200,7 +200,7 @@ class TileStep:
             return self.numbers(f"p_{array_name(v.how['key'])}", at, frame)
         if v.number in self.place:
             array, base = self.place[v.number]
-            self.waits |= v.number in self.fresh
+            self.waits |= v.number in self.fresh  # a read after a write
             if array == "acts":
                 return self.rows("acts", "ACTS", plus(base, at), frame)
             return self.numbers(array, plus(base, at), frame)
@@ -216,7 +216,7 @@ class TileStep:
         name = self.now[v.number]
         if v.size == 1:
             return f"{name}[:, None]" if frame.wide else name
-        if at != frame.f or v.size != frame.size:
+        if at != frame.f or v.size != frame.size:  # registers have no indices
             raise ThroughMemory(v.number)
         return name
 
@@ -366,7 +366,7 @@ class TileStep:
         pieces = [piece for piece, at in zip(plan.pieces, plan.piece_stage, strict=True) if at == stage]
         if not (sums or made or pieces):
             return
-        if self.fresh:
+        if self.fresh:  # threads write what others read
             self.barrier()
         kept, self.lines, self.indent, self.now = self.lines, [], 1, {}
         for v in made:
@@ -378,7 +378,7 @@ class TileStep:
         self.say(*(line for first, _ in totals for line in first), "for top in tl.range(0, t, TILE, disable_licm=True):")
         self.say("    r = top + tl.arange(0, TILE)", "    real = r < t")
         text = "\n".join(body)
-        if re.search(r"\blabel\b", text):
+        if re.search(r"\blabel\b", text):  # a load that nobody needs would cost registers
             self.say("    label = tl.load(labels + r, mask=real, other=0.0)")
         if re.search(r"\bweight\b", text):
             self.say("    weight = times_used(first, place, r, real, start, stop, most_used).to(kind)")
@@ -398,6 +398,7 @@ class TileStep:
         elif v.op == "feature_sum" and v.size == 1:
             of = v.args[0]
             inner = self.frame(of.shape, True)
+            # F is rounded up to a power of two: what lies beyond must not be summed
             self.say(f"{name} = tl.sum(tl.where({self.whole(inner)}, {self.x(of, inner.index, inner)}, 0.0), axis=1)")
         elif v.op == "feature_sum":
             k, term = self.summed(v, frame)
@@ -421,6 +422,7 @@ class TileStep:
             k, a = int(one.args[0].shape[1]), self.x(one.args[0], (None, "k"), Frame(True, (None, "k"), 1))
             w, at, (by_in, by_out) = self.weights(one.args[1])
             text = f"tl.load({w} + {plus(at, plus(times('k', by_in), times(wide.f, by_out)))}, mask={wide.mask}, other=0.0)"
+            # not tl.dot: it held a column of weights in each thread and spilled, see docs/decisions/007-gpu.md
             self.say(f"for k in tl.range(0, {k}, loop_unroll_factor={UNROLLED}):", f"    {name} += {a}[:, None] * {text}")
         if affine.bias is not None:
             self.say(f"{name} += {self.x(affine.bias, (wide.f,), wide)}")

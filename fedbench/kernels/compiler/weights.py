@@ -27,11 +27,13 @@ class Degrees:
 
     def of(self, v: Value) -> Terms:
         if v.number not in self.known:
+            # without samples, it has been summed: needs_all_rows looks at the sums themselves
             self.known[v.number] = self._of(v) if v.lane or v.op == "const" else PLAIN
         return self.known[v.number]
 
     def _of(self, v: Value) -> Terms:
         if v.op == "const":
+            # 0 has no terms, so it may stand beside anything
             return frozenset() if is_zero(v) else PLAIN
         if v.op == "sample":
             return {"weight": frozenset({(1, False)}), "rows": frozenset({(0, True)})}.get(v.how["key"], PLAIN)
@@ -40,9 +42,11 @@ class Degrees:
         if v.op in ("cat",) or v.f in ("add", "sub"):
             return frozenset().union(*map(self.of, v.inputs))
         if v.op == "mix" or v.f == "mul":
+            # exponents of the weight add up; rows² is rows, for it is 0 or 1
             return frozenset((a + c, b or d) for a, b in self.of(v.args[0]) for c, d in self.of(v.args[1]))
         if v.f == "div" and self.of(v.args[1]) == PLAIN:
             return self.of(v.args[0])
+        # a choice by weight would not be linear in it, a choice between weights is
         if v.f == "pick" and all(self.of(one) <= PLAIN for one in v.args[:2]):
             return self.of(v.args[2]) | self.of(v.args[3])
         if any(self.of(one) - PLAIN for one in v.inputs):
@@ -56,6 +60,7 @@ class Degrees:
 
         def look(terms: Terms, what: str) -> None:
             nonlocal masked
+            # weight¹ counts samples and rows¹ rows; all else counts padding, or some samples twice
             for weight, rows in terms - ONCE:
                 if weight or not rows:
                     how = "is not weighed by batch.weight (or batch.rows)" if not weight else "has batch.weight more than once as a factor"
