@@ -19,12 +19,14 @@ import numpy as np
 import torch
 
 from fedbench.contract import registry
-from fedbench.contract.algorithm import Algorithm, Stage, Tensors, World
+from fedbench.contract.algorithm import Algorithm, Stage, Tensors
 from fedbench.contract.randomness import Draw
 from fedbench.kernels.compiler.indices import LANE
 from fedbench.kernels.compiler.triton_driver import SAMPLES, SIZES
 from fedbench.simulation import derived_gpu
 from fedbench.simulation.derived import Shapes, lane_work
+from fedbench.simulation.federation import Federation, world_of
+from fedbench.simulation.probe import tiny
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = ROOT / "docs" / "results" / "gpu_kernels.json", ROOT / "docs" / "performance.md"
@@ -32,7 +34,7 @@ BEGIN, END = "<!-- gpu-kernels:begin -->", "<!-- gpu-kernels:end -->"
 DIMS = (16, 64)
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 """A100, H100 and MI300"""
-WORLD = World(clients=7, items=53)
+CLIENTS, ITEMS = 7, 53
 NUMBER = 4
 """bytes of a float32"""
 STEP_WORK = {"adam": 12, "adamw": 14, "sgd": 2}
@@ -54,15 +56,27 @@ def methods(dim: int) -> Iterator[tuple[str, Algorithm, bool]]:
     yield "fedrec_mf", replace(of["fedrec_mf"](), dim=dim), True
     yield "fedrec_mf, implicit", replace(of["fedrec_mf"](), dim=dim, feedback="implicit"), True  # type: ignore[call-arg]
     yield "fedrecon by sgd", replace(of["fedrecon"](), dim=dim, reconstruct="sgd", server="adam", negatives=4), True  # type: ignore[call-arg]
+    for name in ("pfedrec", "fedrap", "colr", "fedcia", "fedfast", "lightfr"):
+        yield name, replace(of[name](), dim=dim), True
+    yield "fedncf", replace(of["fedncf"](), dim=dim, layers=(2 * dim, dim, dim // 2)), True  # type: ignore[call-arg]
+    yield "gpfedrec", replace(of["gpfedrec"](), dim=dim, layers=adapter), True  # type: ignore[call-arg]
+    yield "fedca", replace(of["fedca"](), dim=dim, adapter=adapter), True  # type: ignore[call-arg]
 
 
 def kernels(dim: int) -> Iterator[tuple[str, Stage, derived_gpu.GpuKernel]]:
-    """The kernel of each stage of each method."""
+    """The kernel of each stage of each method, as its first client trains once it was answered by a server that has aggregated, or not."""
     for name, algorithm, answered in methods(dim):
-        now = algorithm.at(1, WORLD)
-        own = {key: value[0] for key, value in now.init_client(WORLD, Draw(0, 0, np.arange(1), torch.float32)).items()}
-        shared = now.answer(now.init_server(WORLD, Draw(0, 0, None, torch.float32))).shared
-        sent: Tensors = {} if not answered else shared or {key: own[key] for key in now.own_tables}
+        split = tiny(CLIENTS, ITEMS, algorithm.predicts_ratings)
+        federation, world = Federation.start(algorithm, split, 0, kernel="off", compile=False), world_of(split)
+        if answered:
+            federation.next_round()
+        now = algorithm.at(1 + answered, world)
+        own = {key: value[0] for key, value in now.init_client(world, Draw(0, 0, np.arange(1), torch.float32)).items()}
+        sent: Tensors = {}
+        if answered:
+            answer = now.answer(federation.server)
+            personal = answer.personal if answer.slot is not None else {}
+            sent = {**answer.shared, **{key: value[0] for key, value in personal.items()}}
         held = now.receive(dict(own), dict(sent))
         trains = [stage for stage in now.stages(sent) if stage.phases]
         for number, stage in enumerate(trains, 1):
