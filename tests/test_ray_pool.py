@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[1]
 DATA = ["--dataset", "synthetic", "--users", "40", "--items", "80", "--interactions", "10"]
 LINE = ["--algo", "fedmf", *DATA, "--dim", "4", "--rounds", "3", "-e", "1", "2", "--seeds", "0-1", "--threads", "1", "--quiet"]
 PATIENCE = 600
+QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def server(tmp_path: Path) -> Iterator[str]:
     store = ["--backend-store-uri", f"sqlite:///{tmp_path / 'mlflow.db'}", "--artifacts-destination", str(tmp_path / "artifacts")]
     command = [sys.executable, "-m", "mlflow", "server", *store, "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     with (tmp_path / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"})
+        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **QUIET})
     address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE
     while True:
         assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "server.log").read_text()
