@@ -46,7 +46,10 @@ def test_figures_fit_together() -> None:
     assert figures["peak_mb"] >= figures["base_mb"] > 1 and figures["state_mb"] == pytest.approx(60 * 16 * 4 / 1e6)
 
 
-@pytest.mark.parametrize("algo", ["central_als", "colr", "fedcooc", "fedmf", "fedrec_mf", "fedrecon", "popularity"])
+KINDS = ["central_als", "fedcooc", "fedmf", "fedrec_mf", "fedrecon", "popularity", pytest.param("colr", marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("algo", KINDS)
 def test_algorithms_of_every_kind_can_be_measured(algo: str) -> None:
     figures = measure(first_run(["--algo", algo, "--dataset", "synthetic", *TINY]), loop_clients=2)
     assert figures["round"] > 0 and figures["algo"] in line(figures)

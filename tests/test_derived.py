@@ -214,7 +214,7 @@ def test_rows_are_held_as_suits_the_batches_that_clients_have(clients, gather, d
     assert found == (gather, dense) and all(type(one) is bool for one in found)
 
 
-@pytest.mark.parametrize("of", [pytest.param(of, marks=[pytest.mark.long] * (of == "a unit asleep")) for of in TOGETHER])
+@pytest.mark.parametrize("of", [pytest.param(of, marks=[pytest.mark.long] * of.endswith("asleep")) for of in TOGETHER])
 def test_every_operation_equals_the_generic_path(of, monkeypatch):
     losses = [LOSSES[name] for name in of.split(", ")]
     monkeypatch.setitem(LOSSES, of, lambda *given: sum(loss(*given) for loss in losses))

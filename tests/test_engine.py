@@ -269,7 +269,7 @@ class ClippedSGD(Clipped):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("kind", [Twice, Clipped, ClippedSGD])
+@pytest.mark.parametrize("kind", [pytest.param(Twice, marks=pytest.mark.long), Clipped, ClippedSGD])
 def test_phases_with_their_own_optimizers_equal_the_loop(kind: type[FedMF]) -> None:
     parts = small_split()
     algorithm = kind(**SMALL, init_scale=0.5)
@@ -387,7 +387,7 @@ def test_where_arrays_happen_to_lie_changes_nothing(algorithm: Algorithm) -> Non
         between.append([np.empty(size, np.uint8) for size in range(40 + repeat, 4000, 97)])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="torch.compile needs a C compiler")
 def test_compiled_equals_eager() -> None:
     stores = []

@@ -113,17 +113,17 @@ def numbers(algorithm: Algorithm, kernel: str) -> dict[str, Tensor]:
     }
 
 
-MATRIX = [("fedmf", hook) for hook in HOOKS] + [("fedrecon", hook) for hook in ("receive", "stages", "solve", "score")]
-MATRIX += [("fedem", "loss"), pytest.param("local", "receive", marks=pytest.mark.long)]
+MATRIX = [("fedmf", hook) for hook in HOOKS] + [("fedrecon", hook) for hook in ("stages", "solve", "score")]
+LONG = [("fedrecon", "receive"), ("fedem", "loss"), ("local", "receive")]
 
 
-@pytest.mark.parametrize(("name", "hook"), MATRIX)
+@pytest.mark.parametrize(("name", "hook"), [*MATRIX, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)])
 def test_an_override_is_what_runs_with_kernels_and_without(name: str, hook: str) -> None:
     mine = with_hook(BUILT_IN[name], hook)
     torch.testing.assert_close(numbers(mine, "auto"), numbers(mine, "off"), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name == "fedavg_ncf")) for name in BUILT_IN])
 def test_built_ins_have_kernels_and_equal_their_own_code(name: str) -> None:
     federation = started(BUILT_IN[name])
     for _ in range(2):
@@ -139,7 +139,9 @@ def test_built_ins_have_kernels_and_equal_their_own_code(name: str) -> None:
     "body",
     [
         "def loss(self, held, sent, batch): return super().loss(held, sent, batch) + 100 * (held['items'][batch.items] ** 2).sum()",
-        "def stages(self, sent): return tuple(stage._replace(max_steps=2) for stage in super().stages(sent))",
+        pytest.param(
+            "def stages(self, sent): return tuple(stage._replace(max_steps=2) for stage in super().stages(sent))", marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_plug_in_below_a_built_in_runs_what_it_says(body: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,7 +239,7 @@ def test_rounding_is_no_difference() -> None:
             FedAvgNCF(dim=8, batch_size=8, layers=(12, 6, 4), lr=1.8, weight_decay=0.01, init_scale=0.004), marks=pytest.mark.long
         ),
         FedRecon(dim=128, a0=0.1, l2=1e-6, init_scale=0.0016),
-        FedMF(dim=4, batch_size=8, lr=8.0, init_scale=1.0),
+        pytest.param(FedMF(dim=4, batch_size=8, lr=8.0, init_scale=1.0), marks=pytest.mark.long),
     ],
     ids=lambda one: one.name,
 )
