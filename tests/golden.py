@@ -7,7 +7,7 @@
 A case is a whole run on synthetic data: method, recipe, dtype, kernel, threads. Its digests cover metrics.jsonl, every client's ranks and
 the kept model to the last bit; they hold on the machine that wrote them and are compared there alone: what is written for some methods on
 another machine has none. The numbers of a float64 run on one thread (metrics of every round, and a few sums over the model) are compared
-everywhere, to 1e-9.
+everywhere, to 1e-9; a few of some methods that LOOSE names less closely.
 """
 
 from __future__ import annotations
@@ -49,6 +49,13 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 SPEED = ("seconds",)
 """what of a round's line depends on the machine's speed"""
 TOLERANCE = 1e-9
+LOOSE: dict[str, tuple[str, float]] = {
+    # items that the same users met score alike but for the last bits of an inverse, which decide who is ranked first
+    **dict.fromkeys(("central_ease", "fedease"), ("hr_ mrr ndcg_", 0.02)),
+    # bases and rotations of tables, whose last bits Adam magnifies
+    **dict.fromkeys(("fedca", "fedcia"), ("", 1e-6)),
+}
+"""methods in which another processor's linear algebra can be seen: in numbers with one of these in their names, and how far they may be"""
 
 
 class Case(NamedTuple):
@@ -142,7 +149,13 @@ def machine() -> str:
     return digest(cpu.encode(), *(version.encode() for version in versions))
 
 
-def differences(found: dict[str, Any], expected: dict[str, Any], exactly: bool) -> list[str]:
+def tolerance(algo: str, name: str) -> float:
+    """How far a number may be from that of another machine, as a share of it and as a number."""
+    parts, loose = LOOSE.get(algo, ("", TOLERANCE))
+    return loose if not parts or any(part in name for part in parts.split()) else TOLERANCE
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any], exactly: bool, algo: str = "") -> list[str]:
     """What is not as it was, in words."""
     if found["fingerprint"] != expected["fingerprint"]:
         return [f"protocol fingerprint {found['fingerprint']}, was {expected['fingerprint']}"]
@@ -150,7 +163,8 @@ def differences(found: dict[str, Any], expected: dict[str, Any], exactly: bool) 
         return [f"{part} not bit for bit as before" for part in expected["exact"] if found["exact"][part] != expected["exact"][part]]
     here, there = found.get("numbers", {}), expected.get("numbers", {})
     names = [f"{name} {'is gone' if name in there else 'is new'}" for name in sorted(here.keys() ^ there.keys())]
-    moved = [name for name in here.keys() & there.keys() if not math.isclose(here[name], there[name], rel_tol=TOLERANCE, abs_tol=TOLERANCE)]
+    far = {name: tolerance(algo, name) for name in here.keys() & there.keys()}
+    moved = [name for name, most in far.items() if not math.isclose(here[name], there[name], rel_tol=most, abs_tol=most)]
     return names + [f"{name} is {here[name]!r}, was {there[name]!r}" for name in sorted(moved)]
 
 
@@ -162,7 +176,7 @@ def check(some: Sequence[Case], expected: dict[str, Any], exactly: bool) -> list
             found.append(f"{case.name}: not in {FILE.name}; `python -m tests.golden --write` adds it")
         if case.name not in expected:
             continue
-        found += [f"{case.name}: {what}" for what in differences(outcome(case), expected[case.name], exactly)[:3]]
+        found += [f"{case.name}: {what}" for what in differences(outcome(case), expected[case.name], exactly, case.algo)[:3]]
     return found
 
 

@@ -143,7 +143,7 @@ def test_errors_are_one_line(words: str, said: str, folders: Any, tmp_path: Path
 def test_a_run_without_state_or_with_other_data_is_refused(folders: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(resolve([*f"--algo popularity {DATA} --keep-state none".split(), "--out", str(tmp_path / "bare")]))
     assert ask("--run", tmp_path / "bare", "--user", "1") == 2
-    assert "train again without --keep-state none" in capsys.readouterr().err
+    assert "it ran with --keep-state none; train again without that" in capsys.readouterr().err
     table = tmp_path / "own.csv"
     table.write_text("user,item\n" + "".join(f"{u},{i}\n" for u in range(9) for i in range(u, u + 6)))
     run(resolve(["--algo", "popularity", "--dataset", str(table), "--no-mlflow", "--quiet", "--out", str(tmp_path / "own")]))
