@@ -52,8 +52,9 @@ TOLERANCE = 1e-9
 LOOSE: dict[str, tuple[str, float]] = {
     # items that the same users met score alike but for the last bits of an inverse, which decide who is ranked first
     **dict.fromkeys(("central_ease", "fedease"), ("hr_ mrr ndcg_", 0.02)),
-    # bases and rotations of tables, whose last bits Adam magnifies
-    **dict.fromkeys(("fedca", "fedcia"), ("", 1e-6)),
+    # bases of tables, whose last bits Adam magnifies, and maps that are nearly singular inverses
+    "fedca": ("", 1e-6),
+    "fedcia": ("", 1e-3),
 }
 """methods in which another processor's linear algebra can be seen: in numbers with one of these in their names, and how far they may be"""
 
