@@ -154,14 +154,14 @@ FORMULAS: dict[str, Callable[[Tensors, torch.Tensor, torch.Tensor], torch.Tensor
 }
 REFUSED = {"sorted": r"sort.*\(test_central.py, line \d+", "table": "KeyError.*items", "batch": "a sum over the samples of a minibatch"}
 
-FORMULAS = [
+CASES = [
     ("wide", 0.01),
     *(pytest.param(of, l2, marks=pytest.mark.long) for of, l2 in (("both", 0.0), ("gate", 0.01), ("distance", 0.0))),
 ]
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("of", "l2"), FORMULAS)
+@pytest.mark.parametrize(("of", "l2"), CASES)
 def test_any_formula_has_a_kernel_that_equals_the_generic_path(of: str, l2: float, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "fedbench")
     method = Other(of=of, l2=l2)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import grad_and_value
 
 from fedbench.contract.algorithm import Algorithm, Batch, Context, Phase, Stage, Tensors
 from fedbench.kernels.compiler import build, driver, trace
@@ -313,7 +312,7 @@ def gradient_graph(
     def function(*tensors: Tensor) -> list[Tensor]:
         mine, theirs, batch = given_to_client(dict(zip(leaves, tensors, strict=True)))
         part = {name: mine[name] for name in phase.names}
-        slopes, value = grad_and_value(lambda part: algorithm.loss({**mine, **part}, theirs, batch))(part)
+        slopes, value = trace.slopes(lambda part: algorithm.loss({**mine, **part}, theirs, batch), part)
         return [*(slopes[name] for name in phase.names), value]
 
     graph, outputs = trace.trace(function, leaves, [*phase.names, "loss"], within)

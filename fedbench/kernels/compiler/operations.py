@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -24,7 +25,7 @@ COMPARE = {
     aten.gt.Scalar: "gt", aten.gt.Tensor: "gt", aten.lt.Scalar: "lt", aten.lt.Tensor: "lt", aten.ge.Scalar: "ge", aten.ge.Tensor: "ge",
     aten.le.Scalar: "le", aten.le.Tensor: "le",
 }  # fmt: skip
-SAME_NUMBERS = (aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+SAME_NUMBERS = (aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh.default)
 SHAPE_ALONE = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.new_zeros.default, aten.new_ones.default,
                aten.new_full.default)  # fmt: skip
 """operations that ask a tensor for nothing but its shape and type"""
@@ -36,8 +37,8 @@ AS_THEY_ARE = (aten.mm.default, aten.mv.default, aten.bmm.default, aten.dot.defa
 """operations that are not taken apart: as they are, they say more"""
 EMPTY = (aten.empty_permuted.default, aten.empty.memory_format, aten.empty_like.default)
 """room that something is written into before it is read"""
-VIEWS = (*RESHAPES, aten.alias.default, aten.detach.default, aten.permute.default, aten.t.default, aten.transpose.int, aten.expand.default,
-         aten.slice.Tensor, aten.select.int)  # fmt: skip
+VIEWS = (*RESHAPES, aten.alias.default, aten.detach.default, aten.lift_fresh.default, aten.permute.default, aten.t.default,
+         aten.transpose.int, aten.expand.default, aten.slice.Tensor, aten.select.int)  # fmt: skip
 """operations whose result lies where their argument does"""
 AS_TORCH_WRITES_THEM = (aten._softmax, aten._log_softmax, aten.native_layer_norm, aten.leaky_relu, aten.elu, aten.hardtanh, aten.addmm,
                         aten.addmv, aten.baddbmm, aten.repeat)  # fmt: skip
@@ -93,4 +94,9 @@ WRITTEN_HERE: dict[Any, Callable[..., Any]] = {
 def taken_apart() -> dict[Any, Callable[..., Any]]:
     """How torch writes its operations as few simple ones. To ask for it takes longer than to record a loss."""
     known = {**core_aten_decompositions(), **get_decompositions(AS_TORCH_WRITES_THEM), **WRITTEN_HERE}
-    return {op: how for op, how in known.items() if op not in AS_THEY_ARE}
+    return {op: plainly(how) for op, how in known.items() if op not in AS_THEY_ARE}
+
+
+def plainly(how: Callable[..., Any]) -> Callable[..., Any]:
+    """Without the casts of torch's wrappers, which whole and half numbers need: graphs have neither, and the casts load sympy."""
+    return inspect.unwrap(how) if getattr(how, "__module__", "") == "torch._decomp.decompositions" else how

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import grad_and_value
 
 from fedbench.kernels.compiler import build, trace
 from fedbench.kernels.compiler.expressions import Constants
@@ -103,12 +102,15 @@ def gradient_graph(objective: Objective, shapes: Mapping[str, tuple[int, ...]]) 
         given = dict(zip(leaves, tensors, strict=True))
         part = {name: given["held", name] for name in shapes}
 
-        def of(part: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-            rest = {name: value for name, value in part.items() if name not in TABLES}
-            return objective(rest, part["user"], part["items"], given["sample", "label"], given["sample", "weight"])
+        both: list[Tensor] = []
 
-        slopes, (_, reported) = grad_and_value(of, has_aux=True)(part)
-        return [*(slopes[name] for name in shapes), reported]
+        def of(part: dict[str, Tensor]) -> Tensor:
+            rest = {name: value for name, value in part.items() if name not in TABLES}
+            both[:] = objective(rest, part["user"], part["items"], given["sample", "label"], given["sample", "weight"])
+            return both[0]
+
+        slopes, _ = trace.slopes(of, part)
+        return [*(slopes[name] for name in shapes), both[1]]
 
     return trace.trace(function, leaves, [*shapes, "loss"])
 

@@ -7,6 +7,7 @@ together (weights.py proves that they may be). What is not known here raises Uns
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import re
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 from numba.core.errors import NumbaError, UnsupportedBytecodeError
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 
 from fedbench.kernels.compiler.graph import Graph, Value, source
@@ -35,6 +35,7 @@ from fedbench.kernels.compiler.operations import (
     not_in_place,
     taken_apart,
 )
+from fedbench.kernels.compiler.record import record
 from fedbench.kernels.compiler.weights import PLAIN, Degrees, NotLinear
 
 aten = torch.ops.aten
@@ -44,6 +45,8 @@ ITEMS = "items"
 """the index of samples into touched rows"""
 MOST_CONSTANTS = 256
 """numbers of a constant tensor that are written into a kernel"""
+BETWEEN_COLLECTIONS = 100_000
+"""objects that are made between two looks for garbage while a kernel is compiled"""
 MOST_FACTORS = 8
 """powers up to this one are products"""
 WHOLE = "whole"
@@ -63,11 +66,16 @@ class Unsupported(Exception):
 @contextmanager
 def compiling() -> Iterator[None]:
     """Around a kernel's call, the first of which compiles it: what numba cannot compile is Unsupported."""
+    known = gc.get_threshold()
+    # a compiler makes millions of small objects: to look for garbage among them as often as usual takes a sixth of its time
+    gc.set_threshold(max(known[0], BETWEEN_COLLECTIONS), *known[1:])
     try:
         yield
     except (NumbaError, UnsupportedBytecodeError) as error:
         said = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise Unsupported(f"numba cannot compile it ({said})") from error
+    finally:
+        gc.set_threshold(*known)
 
 
 def trace(
@@ -84,12 +92,22 @@ def recorded(function: Callable[..., Any], leaves: Mapping[Key, Tensor], lines: 
     try:
         with lines:
             # softmax and the like come apart into operations that graphs know, see operations.py
-            module = make_fx(function, decomposition_table=taken_apart())(*leaves.values())
+            module = record(function, [*leaves.values()], taken_apart(), lines)
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         raise Unsupported(f"torch cannot record it: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
     # a gradient makes values that nobody asks for: these need not be known here
     module.graph.eliminate_dead_code()
     return module
+
+
+def slopes(of: Callable[[dict[str, Tensor]], Tensor], part: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """The gradient of a function of named tensors, and its value; torch.func's would load a compiler."""
+    leaves = {name: value.detach().requires_grad_() for name, value in part.items()}
+    value = of(leaves)
+    if not value.requires_grad:
+        return {name: torch.zeros_like(one) for name, one in part.items()}, value
+    found = torch.autograd.grad(value, [*leaves.values()], allow_unused=True, materialize_grads=True)
+    return dict(zip(leaves, found, strict=True)), value
 
 
 def read(function: Callable[..., Any], leaves: Mapping[Key, Tensor]) -> list[set[Key]]:
@@ -108,7 +126,7 @@ def read(function: Callable[..., Any], leaves: Mapping[Key, Tensor]) -> list[set
 def _read(function: Callable[..., Any], leaves: Mapping[Key, Tensor]) -> tuple[list[set[Key]], list[str]]:
     """What outputs are made of, and the operations with all numbers in them."""
     try:
-        *nodes, out = make_fx(function)(*leaves.values()).graph.nodes
+        *nodes, out = record(function, [*leaves.values()], {}).graph.nodes
     except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
         raise Unsupported(f"torch cannot record it: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
     keys, found, needed = iter(leaves), dict[Any, set[Key]](), {*out.all_input_nodes}
@@ -156,13 +174,14 @@ class Lines(TorchFunctionMode):
         self.known: dict[str, str] = {}
         self.made: dict[str, str] = {}
         """by the name of what was recorded while the function ran, such as what torch makes a softmax of"""
+        self.nodes: Any = ()
+        """what was recorded so far"""
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame: Any = sys._getframe(1)
         while frame is not None and OURS.search(frame.f_code.co_filename):
             frame = frame.f_back
-        mode = get_proxy_mode()
-        nodes: Any = mode.tracer.graph.nodes if mode is not None else ()
+        nodes = self.nodes
         # names of functions do not say what torch makes of them: what is recorded meanwhile belongs to this line too
         before = len(nodes)
         found = function(*args, **(kwargs or {}))
