@@ -46,7 +46,8 @@ def test_figures_fit_together() -> None:
     assert figures["peak_mb"] >= figures["base_mb"] > 1 and figures["state_mb"] == pytest.approx(60 * 16 * 4 / 1e6)
 
 
-KINDS = ["central_als", "fedcooc", "fedmf", "fedrec_mf", "fedrecon", "popularity", pytest.param("colr", marks=pytest.mark.long)]
+KINDS = ["central_als", "fedcooc", "fedmf", "popularity"]
+KINDS += [pytest.param(algo, marks=pytest.mark.long) for algo in ("fedrec_mf", "fedrecon", "colr")]
 
 
 @pytest.mark.parametrize("algo", KINDS)

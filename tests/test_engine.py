@@ -451,7 +451,7 @@ def test_a_store_reads_and_writes_the_clients_asked_for() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["auto", "off"])
-@pytest.mark.parametrize("algorithm", [FEDEM, FedMF(**SMALL), Local(**SMALL)])
+@pytest.mark.parametrize("algorithm", [pytest.param(FEDEM, marks=pytest.mark.long), FedMF(**SMALL), Local(**SMALL)])
 def test_a_store_of_some_clients_trains_them_as_a_store_of_all_does(algorithm: Algorithm, kernel: str) -> None:
     parts = small_split()
     world, draw = World(parts.clients, parts.items), Draw(0, dtype=torch.float64)

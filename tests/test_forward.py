@@ -129,7 +129,7 @@ def some_items(width: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng(width).integers(0, ITEMS, (CLIENTS, width)))
 
 
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (at % 2)) for at, name in enumerate(SCORES)])
 def test_scores_are_those_of_the_function(name: str) -> None:
     model, kernels, store, answer = Model(scorer=SCORES[name]), forward.Kernels(), private(), sent()
     for items in (None, some_items(1), some_items(37), some_items(600)):

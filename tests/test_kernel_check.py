@@ -113,8 +113,10 @@ def numbers(algorithm: Algorithm, kernel: str) -> dict[str, Tensor]:
     }
 
 
-MATRIX = [("fedmf", hook) for hook in HOOKS] + [("fedrecon", hook) for hook in ("stages", "solve", "score")]
-LONG = [("fedrecon", "receive"), ("fedem", "loss"), ("local", "receive")]
+SHORT = ("fedmf", "fedem", "fedrecon", "central_mf")
+"""built-ins of every kind; the others are compared in test_algorithms.py too"""
+MATRIX = [("fedmf", hook) for hook in HOOKS] + [("fedrecon", "solve")]
+LONG = [("fedrecon", "stages"), ("fedrecon", "score"), ("fedrecon", "receive"), ("fedem", "loss"), ("local", "receive")]
 
 
 @pytest.mark.parametrize(("name", "hook"), [*MATRIX, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)])
@@ -123,7 +125,7 @@ def test_an_override_is_what_runs_with_kernels_and_without(name: str, hook: str)
     torch.testing.assert_close(numbers(mine, "auto"), numbers(mine, "off"), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name == "fedavg_ncf")) for name in BUILT_IN])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name not in SHORT)) for name in BUILT_IN])
 def test_built_ins_have_kernels_and_equal_their_own_code(name: str) -> None:
     federation = started(BUILT_IN[name])
     for _ in range(2):

@@ -106,6 +106,7 @@ def test_the_same_command_gives_the_same_summary(words: str, tmp_path: Path) -> 
     assert result(carry_out(f"{words} --seed 1", tmp_path / "c")) != result(first)
 
 
+@pytest.mark.long
 @pytest.mark.kernels
 def test_threads_and_blocks_do_not_matter(tmp_path: Path) -> None:
     expected = carry_out(f"{FEDEM} --threads 1", tmp_path / "1")

@@ -1,6 +1,7 @@
 """Torch's operations while a function runs, as a graph of torch.fx.
 
-`make_fx` of torch would record the same, but loads a compiler that nothing here uses: more than a second in every process.
+`make_fx` and the gradient of torch.func would do the same, but load a compiler that nothing here uses: more than a second in every
+process.
 """
 
 from __future__ import annotations
@@ -102,3 +103,13 @@ def record(function: Callable[..., Sequence[Any]], tensors: Sequence[Tensor], ap
         found = function(*tensors)
     recorder.graph.output([recorder.node(one) for one in found])
     return fx.GraphModule(recorder.root, recorder.graph)
+
+
+def slopes(of: Callable[[dict[str, Tensor]], Tensor], part: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """The gradient of a function of named tensors, and its value."""
+    leaves = {name: value.detach().requires_grad_() for name, value in part.items()}
+    value = of(leaves)
+    if not value.requires_grad:
+        return {name: torch.zeros_like(one) for name, one in part.items()}, value
+    found = torch.autograd.grad(value, [*leaves.values()], allow_unused=True, materialize_grads=True)
+    return dict(zip(leaves, found, strict=True)), value

@@ -36,6 +36,7 @@ from fedbench.kernels.compiler.operations import (
     taken_apart,
 )
 from fedbench.kernels.compiler.record import record
+from fedbench.kernels.compiler.record import slopes as slopes
 from fedbench.kernels.compiler.weights import PLAIN, Degrees, NotLinear
 
 aten = torch.ops.aten
@@ -98,16 +99,6 @@ def recorded(function: Callable[..., Any], leaves: Mapping[Key, Tensor], lines: 
     # a gradient makes values that nobody asks for: these need not be known here
     module.graph.eliminate_dead_code()
     return module
-
-
-def slopes(of: Callable[[dict[str, Tensor]], Tensor], part: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-    """The gradient of a function of named tensors, and its value; torch.func's would load a compiler."""
-    leaves = {name: value.detach().requires_grad_() for name, value in part.items()}
-    value = of(leaves)
-    if not value.requires_grad:
-        return {name: torch.zeros_like(one) for name, one in part.items()}, value
-    found = torch.autograd.grad(value, [*leaves.values()], allow_unused=True, materialize_grads=True)
-    return dict(zip(leaves, found, strict=True)), value
 
 
 def read(function: Callable[..., Any], leaves: Mapping[Key, Tensor]) -> list[set[Key]]:
