@@ -198,6 +198,11 @@ def holder(out: Path) -> int:
 
 def outcome_of_all(out: Path) -> dict[str, Any]:
     """What several runs leave behind. Of a sweep's own files, which hold times, the runs' alone."""
+    # the copy to MLflow of a run that was killed outlives it, and looks once more before it ends
+    deadline = time.monotonic() + PATIENCE
+    while list(out.rglob(".mlflow-lock")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     found: dict[str, Any] = {str(folder.relative_to(out)): outcome(folder) for folder in runs_in(out)}
     if (out / "sweep.json").exists():
         return found
