@@ -32,7 +32,7 @@ from fedbench.simulation.blocks import ArrayPool, Block, blocks, pack
 from fedbench.simulation.client_store import ClientStore
 from fedbench.simulation.derived import Kernel, Kernels, few_of
 from fedbench.simulation.derived_gpu import GpuKernels
-from fedbench.simulation.generic import Progress, new_state, step, vmapped
+from fedbench.simulation.generic import Progress, mapped_gradients, new_state, step, vmapped
 from fedbench.simulation.own_tables import Before, merge, move_untouched, upload_whole, uploads_as_stored
 from fedbench.simulation.sending import LEVELS, bytes_down, reaching, sent_rows, sent_to
 
@@ -95,7 +95,7 @@ class Engine:
         self.block_rows = block_rows or rows_that_fit(algorithm.dim, device)
         self.pool = ArrayPool()
         compiles = on_gpu if compile is None else compile
-        self.step: Callable[..., Any] = torch.compile(step, dynamic=True) if compiles else step
+        self.step: Callable[..., Any] = torch.compile(partial(step, gradients=mapped_gradients), dynamic=True) if compiles else step
         self.compared: set[str] | None = set()
         """uses of kernels that were compared with the generic path, see kernel_check; None: this engine is one of the two"""
 
@@ -109,7 +109,7 @@ class Engine:
         """One of two engines that are compared: with kernels or without, in arrays of its own, never compiled."""
         other = copy.copy(self)
         # never compiled: that would take longer than the comparison
-        other.compared, other.pool, other.step = None, ArrayPool(), partial(step, gradients=kernel_check.gradients)
+        other.compared, other.pool, other.step = None, ArrayPool(), step
         other.dtype = dtype or self.dtype
         if not kernels:
             other.kernels, other.derived, other.forward, other.knows_ridge = False, None, None, False

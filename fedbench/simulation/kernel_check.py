@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -247,19 +247,6 @@ def first_samples(samples: Samples, who: np.ndarray, batch: int) -> Samples:
         row.append(samples.row[samples.row_ptr[c] + used])
     ends = [np.concatenate([[0], np.cumsum([len(part) for part in parts])]) for parts in (label, row)]
     return Samples(samples.clients[few], ends[0], np.concatenate(local), np.concatenate(label), ends[1], np.concatenate(row))
-
-
-def gradients(loss: Callable[..., Tensor], part: Tensors, *given: Any) -> tuple[Tensors, Tensor]:
-    """Each client's gradient of its loss by `part`, and the losses [C]; of their sum, for clients have nothing in common.
-
-    torch.func's gradient would do the same, but takes a second to load, in a run that needs it for nothing else.
-    """
-    leaves = {name: value.detach().requires_grad_() for name, value in part.items()}
-    losses = vmap(loss)(leaves, *given)
-    if not losses.requires_grad:
-        return {name: torch.zeros_like(value) for name, value in part.items()}, losses
-    found = torch.autograd.grad(losses.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
-    return dict(zip(leaves, found, strict=True)), losses.detach()
 
 
 def in_type(tensors: Tensors, dtype: torch.dtype) -> Tensors:
