@@ -20,9 +20,9 @@ SYNTHETIC = ["--dataset", "synthetic", "--users", "400", "--items", "300", "--in
     [
         ([], 0, []),
         (["--protocol", "published", "--rounds", "15"], 1, ["held-out items drawn", "choice of the round", "canary local"]),
-        (["--train-negatives", "leaky"], 1, ["held-out items drawn", "canary local"]),
+        pytest.param(["--train-negatives", "leaky"], 1, ["held-out items drawn", "canary local"], marks=pytest.mark.long),
         (["--select-on", "test"], 1, ["choice of the round"]),
-        (["--select-on", "last"], 0, []),
+        pytest.param(["--select-on", "last"], 0, [], marks=pytest.mark.long),
     ],
 )
 def test_what_the_audit_says(flags: list[str], code: int, leaks: list[str], capsys: pytest.CaptureFixture[str]) -> None:

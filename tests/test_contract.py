@@ -221,7 +221,7 @@ def rounds(algorithm: Algorithm, **engine: object) -> Iterator[tuple[Tensors, Te
 
 WITH_KERNELS = [Decayed, PulledToSent, Merging, KeepsHead, CommonAndPersonal]
 """a kernel takes seconds to compile, and the others train as one of these does"""
-FURTHER = (KeepsHead, PulledToSent)
+FURTHER = (KeepsHead, PulledToSent, Merging)
 
 
 @pytest.mark.parametrize(

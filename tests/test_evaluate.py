@@ -236,7 +236,7 @@ def test_scores_that_are_not_numbers_are_ranked_last() -> None:
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("sizes", [(12, 6, 4), (8, 5)])
+@pytest.mark.parametrize("sizes", [(12, 6, 4), pytest.param((8, 5), marks=pytest.mark.long)])
 @pytest.mark.parametrize("method", ["private", "shared", "central"])
 def test_the_kernel_scores_as_the_algorithm_does(method: str, sizes: tuple[int, ...]) -> None:
     """Several tiles, the last one not full; all items and a list a client."""

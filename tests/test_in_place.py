@@ -46,7 +46,7 @@ HALVES = FedRecon(
     ("algorithm", "dtype"),
     [
         (FedMF(**SMALL, clients_per_round=17), torch.float64),
-        (KeepsRows(**SMALL, clients_per_round=17), torch.float32),
+        pytest.param(KeepsRows(**SMALL, clients_per_round=17), torch.float32, marks=pytest.mark.long),
         (HALVES, torch.float64),
     ],
 )

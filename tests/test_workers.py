@@ -56,7 +56,7 @@ FEDEM = "--algo fedem --adapter 16,8,1 -e 2"
 RUNS = {
     "fedmf": "--algo fedmf --rounds 3 --keep-state best",
     "fedem": f"{FEDEM} -n 40 --rounds 4",
-    "everybody": f"{FEDEM} --rounds 3 --similarity cos --no-exclude-self",
+    "everybody": f"{FEDEM} --rounds 3 --similarity cos --no-exclude-self {OFF}",
     "picked": f"{FEDEM} -n 40 --agg-ratio 0.3 --rounds 5 --keep-state best {OFF}",
     "few": f"{FEDEM} -n 3 --agg-ratio 0.7 --rounds 6 --keep-state last {OFF}",
     "alike": f"{FEDEM} -n 40 --alpha 0 --rounds 4 {OFF}",
@@ -65,7 +65,7 @@ RUNS = {
     "mapped": f"{FEDEM} -n 12 --agg-ratio 0.7 --rounds 5 --client-store mmap {OFF}",
     "spoilt": f"{FEDEM} -n 40 --rounds 3 {OFF}",
     "spoilt-alike": f"{FEDEM} -n 40 --rounds 3 --alpha 0 --refit {OFF}",
-    "fedavg_ncf": "--algo fedavg_ncf --layers 16,8 -n 40 -e 1 --rounds 3",
+    "fedavg_ncf": f"--algo fedavg_ncf --layers 16,8 -n 40 -e 1 --rounds 3 {OFF}",
     "users": f"--algo fedavg_ncf --layers 16,8 -n 40 -e 1 --rounds 2 --share-users --average cohort --weight-decay 0.01 {OFF}",
     "fedrecon": "--algo fedrecon -n 30 --rounds 3 --refit",
     "sgd": f"--algo fedrecon --reconstruct sgd --server adam --negatives 4 -n 3 --rounds 4 --dropout 0.3 --stragglers 0.5 "
@@ -83,13 +83,13 @@ WRONG = {
     f"--algo fedmf {COMMON} --seed NUMBER": (2, "worker 1 has other flags than worker 0"),
     "--algo fedmf --dataset BROKEN.csv --no-mlflow --quiet": (3, "BROKEN.csv:2"),
     f"--algo fedmf {COMMON} --rounds 2 --out LAST-FAILS": (1, "no room (on worker 1)"),
-    f"{FEDEM} {COMMON} --rounds 2 --out LAST-NOT-FINITE": (1, "the last worker's mail is not finite in round 1"),
-    f"{FEDEM} {COMMON} --rounds 2 --client-store mmap --checkpoint-every 1 --keep-state last --out FULL": (
+    f"{FEDEM} {OFF} {COMMON} --rounds 2 --out LAST-NOT-FINITE": (1, "the last worker's mail is not finite in round 1"),
+    f"{FEDEM} {OFF} {COMMON} --rounds 2 --client-store mmap --checkpoint-every 1 --keep-state last --out FULL": (
         1,
         "round-1 cannot be written (No space left",
     ),
 }
-KILLED = f"--algo fedem --adapter 16,8,1 -e 2 -n 40 --rounds 8 --checkpoint-every 2 {COMMON}"
+KILLED = f"--algo fedem --adapter 16,8,1 -e 2 -n 40 --rounds 8 --checkpoint-every 2 {COMMON} {OFF}"
 PATIENCE = 600
 """seconds after which something hangs"""
 
