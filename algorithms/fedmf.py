@@ -28,9 +28,9 @@ class FedMF(Mergeable, SharedModel):
     """of the local steps: adam, or sgd, whose changes keep the size of their gradients: it goes with --average sum --server adam"""
     lr: float = tuned(0.02, 5e-3, 5.0, log=True)
     """local learning rate"""
-    lr_items: float | None = tuned(None, 0.01, 5.0, log=True, when={"optimizer": ("sgd",)})
+    lr_items: float | None = tuned(None, 0.03, 3.0, log=True, when={"optimizer": ("sgd",)})
     """local learning rate of the item rows, with --optimizer sgd; --lr if not given"""
-    init_scale: float = tuned(0.01, 0.003, 0.3, log=True)
+    init_scale: float = 0.01
     """standard deviation of the initial vectors"""
 
     choices = {**SharedModel.choices, "optimizer": ("adam", "sgd")}

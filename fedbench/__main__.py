@@ -14,6 +14,7 @@ from fedbench.text import nearest, say
 COMMANDS = {
     "train": ("fedbench.commands.cli:train", "one run, as train.py"),
     "sweep": ("fedbench.sweeping.sweep:main", "many runs: grids and studies"),
+    "tune": ("fedbench.tuning.tune:main", "search a method's settings on validation"),
     "audit": ("fedbench.commands.audit:main", "prove that a protocol does not leak"),
     "check": ("fedbench.commands.check:main", "test an algorithm, your own or a built-in one"),
     "bench": ("fedbench.commands.bench:main", "measure speed"),

@@ -33,6 +33,7 @@ from fedbench.simulation.failures import Failures
 from fedbench.sweeping import study, sweep
 from fedbench.testing.algorithm_tests import AlgorithmTests
 from fedbench.testing.small_federation import small_instance
+from fedbench.tuning import tune
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -171,6 +172,13 @@ def test_sweeps_are_understood(page: Path, folder: Path, monkeypatch: pytest.Mon
 
 
 @each_page
+def test_searches_are_understood(page: Path, folder: Path) -> None:
+    starts = "python -m fedbench tune"
+    for line in (line for line in lines_of(page) if line.startswith(starts) and line != starts):
+        assert tune.read(shlex.split(line, comments=True)[4:]).space
+
+
+@each_page
 def test_commands_on_finished_runs_are_understood(page: Path) -> None:
     for line in (line for line in lines_of(page) if line.startswith("python -m fedbench ")):
         name, *words = shlex.split(line, comments=True)[3:]
@@ -187,7 +195,14 @@ def test_flags_exist(page: Path, folder: Path) -> None:
     known = {flag.option for flag in flags} | {f"--no-{flag.option[2:]}" for flag in flags if flag.item_kind is bool}
     known |= {"--config", "--list", "--print-config", "--help", "--version", *sweep.own_options()}
     known |= {"--may-leave", "--json"}  # of check
-    parsers = [*(make() for make in PARSERS.values()), submit.parser(), verify.parser(), bench.parser(), torchrun.get_args_parser()]
+    parsers = [
+        *(make() for make in PARSERS.values()),
+        submit.parser(),
+        verify.parser(),
+        bench.parser(),
+        tune.parser(),
+        torchrun.get_args_parser(),
+    ]
     known |= {option for parser in parsers for action in parser._actions for option in action.option_strings}
     text = re.sub(rf"^(?:{OTHERS}) .*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text))
