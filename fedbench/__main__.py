@@ -28,6 +28,7 @@ COMMANDS = {
     "doctor": ("fedbench.commands.doctor:main", "say whether this machine is ready"),
     "submit": ("fedbench.commands.submit:main", "write a finished run as one file that others can verify"),
     "verify": ("fedbench.commands.verify:main", "run such a file again and compare"),
+    "reproduce": ("fedbench.commands.reproduce:main", "run a row of a table of results again and compare"),
     "log-model": ("fedbench.commands.log_model:main", "put a trained model into MLflow, to be served"),
     "completion": ("fedbench.commands.completion:main", "what a shell needs to complete commands and flags"),
 }

@@ -17,7 +17,7 @@ from torch.distributed import run as torchrun
 import fedbench
 from fedbench import parts
 from fedbench.__main__ import COMMANDS
-from fedbench.commands import bench, bench_page, cli, evaluate, log_model, recommend, submit, verify
+from fedbench.commands import bench, bench_page, cli, evaluate, log_model, recommend, reproduce, submit, verify
 from fedbench.contract import registry
 from fedbench.contract.algorithm import Algorithm, Answer, Batch, Context, Extra, Phase, Pull, Stage, World
 from fedbench.contract.central import Central, Pool
@@ -201,6 +201,7 @@ def test_flags_exist(page: Path, folder: Path) -> None:
         verify.parser(),
         bench.parser(),
         tune.parser(),
+        reproduce.parser(),
         torchrun.get_args_parser(),
     ]
     known |= {option for parser in parsers for action in parser._actions for option in action.option_strings}

@@ -23,7 +23,7 @@ from fedbench.settings import command_line
 from fedbench.settings.recipes import place
 from fedbench.simulation.scoring import Evaluator
 from fedbench.tracking import mirror_process
-from fedbench.tuning import running, search, trial, tune, worker, workers
+from fedbench.tuning import figures, running, search, trial, tune, worker, workers
 from fedbench.tuning.space import read_span
 
 ROOT = Path(__file__).parents[1]
@@ -74,6 +74,13 @@ def in_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def undrawn(in_threads: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Without figures, which take longer than the trials."""
+    monkeypatch.setattr(figures, "draw", lambda *_: None)
+    return in_threads
+
+
 def found_in(out: Path) -> list[dict[str, Any]]:
     """Every trial, the time that it took aside."""
     files = sorted((out / "trials").glob("*/trial.json"))
@@ -120,17 +127,17 @@ def test_a_search_leaves_trials_figures_and_a_recipe_that_train_takes(in_threads
         command_line.resolve(f"--algo fedmf {DATA} --recipe tuned".split())
 
 
-def test_more_trials_go_on_and_other_flags_are_refused(in_threads: Path) -> None:
-    before = search_in(in_threads / "s", "--trials 3")
-    assert search_in(in_threads / "s", "--trials 5")[:3] == before
-    assert len(search_in(in_threads / "s", "--trials 5 --jobs 2")) == 5
+def test_more_trials_go_on_and_other_flags_are_refused(undrawn: Path) -> None:
+    before = search_in(undrawn / "s", "--trials 3")
+    assert search_in(undrawn / "s", "--trials 5")[:3] == before
+    assert len(search_in(undrawn / "s", "--trials 5 --jobs 2")) == 5
     with pytest.raises(UsageError, match="other flags or ranges"):
-        search_in(in_threads / "s", "--seed 1")
+        search_in(undrawn / "s", "--seed 1")
 
 
-def test_a_small_space_is_exhausted_and_a_setting_that_is_refused_costs_a_trial(in_threads: Path) -> None:
+def test_a_small_space_is_exhausted_and_a_setting_that_is_refused_costs_a_trial(undrawn: Path) -> None:
     fixed = "--dim 8 --average sum --server sgd --server-lr 1 --optimizer adam --lr 0.02 --init-scale 0.1 --negatives 2"
-    found = search_in(in_threads / "s", f"{fixed} --space local_epochs=1,2 lr_items=0.3,0.5")
+    found = search_in(undrawn / "s", f"{fixed} --space local_epochs=1,2 lr_items=0.3,0.5")
     assert len(found) == len({json.dumps(one["values"]) for one in found}) < TRIALS
     assert {one["how"] for one in found} >= {"refused"} and all(one["visits"] == 0 for one in found if one["how"] == "refused")
 
@@ -210,12 +217,13 @@ def whole_life(out: str) -> None:
     os.chdir(Path(out).parent)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     tune.Workers = InThreads  # type: ignore[misc]
+    figures.draw = lambda *_: None  # type: ignore[assignment]
     tune.main([*WORDS.split(), "--no-mlflow", "--out", out])
 
 
 @pytest.mark.parametrize("run", range(KILLS))
-def test_a_killed_search_equals_the_undisturbed_one(run: int, in_threads: Path) -> None:
-    out, chance = in_threads / "s", random.Random(run)
+def test_a_killed_search_equals_the_undisturbed_one(run: int, undrawn: Path) -> None:
+    out, chance = undrawn / "s", random.Random(run)
     for _ in range(2):
         process = started(out)
         # some trials further than before, and a little
@@ -229,10 +237,10 @@ def test_a_killed_search_equals_the_undisturbed_one(run: int, in_threads: Path) 
     with (out / search.JOURNAL).open("ab") as journal:
         # as a kill in mid-write leaves it
         journal.write(b'{"op_code":6,"wor')
-    assert search_in(out) == search_in(in_threads / "undisturbed")
+    assert search_in(out) == search_in(undrawn / "undisturbed")
 
 
-def test_a_trial_whose_worker_dies_is_begun_again_and_given_up_the_second_time(in_threads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_whose_worker_dies_is_begun_again_and_given_up_the_second_time(undrawn: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deaths = {0: 1, 2: 2}
     assign = running.Runner._assign
 
@@ -245,7 +253,7 @@ def test_a_trial_whose_worker_dies_is_begun_again_and_given_up_the_second_time(i
     monkeypatch.setattr(running.Runner, "_assign", dying)
     monkeypatch.setattr(workers.Worker, "error", lambda self: "killed by SIGKILL")
     monkeypatch.setattr(workers.Worker, "tell", told_unless_dead)
-    found = search_in(in_threads / "s", "--trials 4")
+    found = search_in(undrawn / "s", "--trials 4")
     assert [one["how"] == "failed" for one in found] == [False, False, True, False] and found[2]["error"] == "killed by SIGKILL"
 
 
