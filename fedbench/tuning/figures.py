@@ -55,7 +55,9 @@ def importances(space: Space, valued: list[dict[str, Any]]) -> dict[str, float]:
         spans = {name: distribution(space[name]) for name in found["values"]}
         study.add_trial(optuna.trial.create_trial(params=found["values"], distributions=spans, value=found["value"]))
     try:
-        told = optuna.importance.get_param_importances(study, evaluator=optuna.importance.PedAnovaImportanceEvaluator())
+        told = optuna.importance.get_param_importances(
+            study, evaluator=optuna.importance.PedAnovaImportanceEvaluator(evaluate_on_local=False)
+        )
     except (ValueError, RuntimeError, ZeroDivisionError):
         return {}
     return {name: float(value) for name, value in told.items()}
