@@ -18,9 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedbench.contract import registry
+from fedbench.contract.search import search_space
 from fedbench.errors import UsageError
 from fedbench.settings import command_line
-from fedbench.settings.recipes import place
+from fedbench.settings.recipes import place, tuned_fields
 from fedbench.simulation.scoring import Evaluator
 from fedbench.tracking import mirror_process
 from fedbench.tuning import figures, running, search, trial, tune, worker, workers
@@ -113,6 +115,10 @@ def test_a_search_leaves_trials_figures_and_a_recipe_that_train_takes(in_threads
     head = content["search"]
     assert (head["trials"], head["visits"], head["seed"], head["value"]) == (TRIALS, visits, 0, best["value"])
     assert head["curve"] == search.digest(best["curve"]) and len(head["commit"]) == 40
+    assert (head["dataset"], head["protocol"]) == ("synthetic", "clean")
+    (in_threads / "recipes" / "synthetic" / "fedmf.toml").unlink()
+    assert search_in(in_threads / "s") == found, "nothing is left to run"
+    assert tomllib.loads((in_threads / "recipes" / "synthetic" / "fedmf.toml").read_text()) == content
     config = command_line.resolve(f"--algo fedmf {DATA} --recipe tuned".split())
     assert config.recipe == "tuned" and config.algorithm.rounds == 9
     assert all(getattr(config.algorithm, name) == value for name, value in best["values"].items())
@@ -263,6 +269,18 @@ def told_unless_dead(self: workers.Worker, **word: Any) -> None:
         self.process.stdin.flush()  # type: ignore[union-attr]
 
 
+def test_the_recipes_that_come_with_fedbench_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from another folder, and each says where it comes from."""
+    monkeypatch.chdir(tmp_path)
+    found = sorted((ROOT / "recipes").glob("*/*.toml"))
+    assert found
+    for path in found:
+        head = tomllib.loads(path.read_text())["search"]
+        assert (head["dataset"], head["algo"]) == (path.parent.name, path.stem) and head["trials"] > 9 and head["visits"] > 0
+        fields = tuned_fields(registry.algorithm(path.stem), path.parent.name)
+        assert fields and search_space(registry.algorithm(path.stem)).keys() & fields.keys()
+
+
 # ---- processes and MLflow --------------------------------------------------------------------------------------------------
 
 
@@ -306,6 +324,11 @@ def test_a_bad_line_is_one_error(words: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=says):
         tune.read(f"--algo fedmf {DATA} --out {tmp_path / 's'} {words}".split())
     assert not (tmp_path / "s").exists()
+
+
+def test_a_split_without_validation_is_refused() -> None:
+    with pytest.raises(UsageError, match="--split kfold has none"):
+        trial.Bench.prepared(command_line.resolve(f"--algo fedrec_mf {DATA} --split kfold --fold 0".split()))
 
 
 def test_what_has_nothing_to_search_says_so() -> None:

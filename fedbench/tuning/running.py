@@ -49,8 +49,8 @@ class Runner:
 
     def __init__(self, search: Search, wanted: int, workers: Workers, on_end: Callable[[dict[str, Any]], None]) -> None:
         self.search, self.wanted, self.workers, self.on_end = search, wanted, workers, on_end
-        self.facts: dict[str, Any] = {}
-        """what the first worker says of the data"""
+        self.known = False
+        """a worker has said what the data is"""
         self.waiting: deque[tuple[Trial, Values]] = deque()
         self.attempts: dict[int, int] = {}
         self.at_work = 0
@@ -73,9 +73,9 @@ class Runner:
             elif "error" in word:
                 raise (UsageError if word["code"] == UsageError.exit_code else FedbenchError)(word["error"])
             elif "ready" in word:
-                if not self.facts:
-                    self.facts = word["ready"]
-                    on_ready(self.facts)
+                if not self.known:
+                    self.known = True
+                    on_ready(word["ready"])
                 self._assign(worker)
             elif "line" in word:
                 worker.tell(stop=self._hopeless(worker.trial, word))

@@ -67,6 +67,8 @@ class Bench:
     def prepared(cls, config: RunConfig) -> Bench:
         device = set_up(config)
         split, data = prepare_checked(config, device)
+        if split.protocol.select_on != "val":
+            raise UsageError(f"tune chooses on validation, and --split {split.protocol.split} has none; use a split with validation items")
         known = {"protocol": split.protocol.name, "protocol_fingerprint": split.fingerprint, "data_checksum": split.checksum}
         facts = {**known, "dataset": data.name, "clients": split.clients, "visits": visits_a_round(config, split)}
         return cls(config, split.without_test(), device, facts)

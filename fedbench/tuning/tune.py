@@ -229,9 +229,14 @@ def execute(plan: Plan) -> int:
             if copies:
                 beside.submit(copies.add, found)
 
+        def on_ready(facts: dict[str, Any]) -> None:
+            # a later call that finds nothing left to run needs them for the recipe
+            write_json(plan.out / "search.json", {**read_json(plan.out / "search.json"), "data": facts})
+            show(plan, facts["visits"])
+
         runner = Runner(search, plan.trials, workers, on_end)
         try:
-            runner.run(plan.jobs, lambda facts: show(plan, facts["visits"]))
+            runner.run(plan.jobs, on_ready)
         except BaseException as error:
             if copies:
                 beside.submit(copies.end, "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED", {}, {}, [])
@@ -242,7 +247,7 @@ def execute(plan: Plan) -> int:
             workers.end()
         if opened:
             opened.result()
-    return conclude(plan, search, runner.facts, copies)
+    return conclude(plan, search, copies)
 
 
 def refuse_other(plan: Plan) -> None:
@@ -265,13 +270,13 @@ def told(found: dict[str, Any]) -> str:
     return f"trial {found['number']}: {result}{how} ({values})"
 
 
-def conclude(plan: Plan, search: Search, facts: dict[str, Any], copies: Copies | None) -> int:
+def conclude(plan: Plan, search: Search, copies: Copies | None) -> int:
     """Write the recipe, figures and search.json, and print the best trial beside the first."""
     from fedbench.tuning import figures
 
     path = plan.out / "search.json"
     before = read_json(path)
-    ended, facts = search.ended(), facts or before.get("data", {})
+    ended, facts = search.ended(), before.get("data", {})
     best = best_of(ended)
     visits = sum(found["visits"] for found in ended)
     metric = "-rmse" if plan.config.protocol.ratings else "ndcg_10"
