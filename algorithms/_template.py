@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fedbench.contract import SHARED, Algorithm, Answer, Batch, Draw, Phase, Tensors, Uploads, World, bce, register
+from fedbench.contract import SHARED, Algorithm, Answer, Batch, Draw, Phase, Tensors, Uploads, World, bce, register, tuned
 
 
 # the name of --algo, and one line for --list
@@ -18,7 +18,7 @@ from fedbench.contract import SHARED, Algorithm, Answer, Batch, Draw, Phase, Ten
 class Template(Algorithm):
     # fields are flags: a type, a default, and the sentence for --help; those of every algorithm can be declared again
     local_epochs: int = 2
-    lr: float = 0.02
+    lr: float = tuned(0.02, 1e-3, 0.2, log=True)
     """local learning rate of Adam; 0.02 is a good start"""
 
     # names with one row an item, and who keeps each: SHARED (the server) or OWN (each client)

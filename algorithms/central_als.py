@@ -18,6 +18,7 @@ from fedbench.contract.algorithm import Tensors, World
 from fedbench.contract.central import Central, Pool
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import tuned
 
 ROWS = 1 << 14
 """padded rows that are solved with at once"""
@@ -30,9 +31,9 @@ class CentralALS(Central):
     """alternating solves of all items and all users; the best round is chosen on validation"""
     negatives: int = 0
     dim: int = 128
-    a0: float = 0.3
+    a0: float = tuned(0.3, 0.03, 3.0, log=True)
     """weight of the squared score of every (user, item) pair, seen or not"""
-    l2: float = 0.006
+    l2: float = tuned(0.006, 6e-4, 0.06, log=True)
     """weight of the squared norms (λ), times how much data a row has"""
     init_scale: float = 0.1
     """standard deviation of the initial user vectors, divided by the root of their size"""

@@ -15,13 +15,14 @@ from fedbench.contract.algorithm import Tensors, World
 from fedbench.contract.central import Pool
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import tuned
 from fedbench.parts.item_item import CentralItems, ease
 
 
 @register("central_ease", summary="ceiling: EASE, one ridge regression an item with all data in one place")
 @dataclass(frozen=True)
 class CentralEASE(CentralItems):
-    l2: float = 0.0
+    l2: float = tuned(0.0, 10.0, 3000.0, log=True)
     """weight of the squared regression weights (λ); 0 chooses: the root of the number of interactions"""
 
     def check(self, world: World | None = None) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 from fedbench.contract.algorithm import SHARED, Answer, Batch, Phase, Tensors, World, bce
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import tuned
 from fedbench.contract.uploads import Uploads
 from fedbench.errors import UsageError
 from fedbench.parts.merging import Mergeable
@@ -42,15 +43,15 @@ class CoLR(Mergeable, SharedModel):
     local_epochs: int = 2
     dim: int = 64
     sampling: str = "queue"
-    rank: int = 16
+    rank: int = tuned(16, choices=(4, 8, 16, 32))
     """numbers of an item row that a client changes and sends (r); at --dim nothing is saved"""
     basis: str = "orthonormal"
     """the directions of a round: orthonormal, as published, or gaussian"""
-    optimizer: str = "sgd"
+    optimizer: str = tuned("sgd", choices=("sgd", "adam"))
     """of the local steps: sgd, as published, or adam"""
-    lr: float = 0.5
+    lr: float = tuned(0.5, 0.01, 4.0, log=True)
     """local learning rate"""
-    l2: float = 5e-4
+    l2: float = tuned(5e-4, 1e-5, 0.01, log=True)
     """weight of the squared size of the user vector and of each sample's item row"""
 
     usual_cohort = 60

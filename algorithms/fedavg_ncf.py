@@ -23,6 +23,7 @@ from torch import Tensor
 from fedbench.contract.algorithm import Answer, Batch, Phase, Tensors, World, bce
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import tuned
 from fedbench.contract.uploads import Rows, Uploads
 from fedbench.errors import UsageError
 from fedbench.parts.merging import Mergeable, init_mlp, mlp
@@ -43,13 +44,13 @@ class FedAvgNCF(Mergeable, SharedModel):
     layers: tuple[int, ...] = (64, 32, 16, 8)
     """layer sizes of the MLP; the first is the joined user and item embedding, half of it each"""
     server_lr: float = 1.5
-    lr: float = 0.02
+    lr: float = tuned(0.02, 1e-3, 0.1, log=True)
     """local learning rate of AdamW; the published recipe takes 0.001"""
-    weight_decay: float = 0.0
+    weight_decay: float = tuned(0.0, 0.0, 0.1)
     """decoupled weight decay of AdamW; the published recipe takes 0.01"""
     clip: float = 0.0
     """largest norm of a client's gradient, 0: not clipped; the published recipe takes 0.5"""
-    init_scale: float = 0.01
+    init_scale: float = tuned(0.01, 0.003, 0.3, log=True)
     """standard deviation of the initial embeddings"""
     gmf: bool = True
     """the product of the embeddings beside the MLP; without it the MLP alone scores, and --dim is not used"""

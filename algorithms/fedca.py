@@ -29,6 +29,7 @@ from fedbench.algorithms.fedem import FedEM
 from fedbench.contract.algorithm import Batch, Stage, Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import tuned
 from fedbench.contract.uploads import Tables
 from fedbench.errors import UsageError
 from fedbench.parts.mixing import similarity
@@ -38,11 +39,11 @@ from fedbench.parts.mixing import similarity
 @dataclass(frozen=True)
 class FedCA(FedEM):
     merge: str = "static"
-    rho: float = 0.5
+    rho: float = tuned(0.5, 0.0, 1.0)
     """the share of --merge static; the published code takes 0.1"""
-    beta: float = 0.3
+    beta: float = tuned(0.3, 0.0, 1.0)
     """weight of the subspaces beside similarity (--alpha)"""
-    components: int = 4
+    components: int = tuned(4, 2, 8)
     """dimensions of a client's subspace (k)"""
     angles: str = "principal"
     """how two subspaces are compared: principal (mean squared cosine of the principal angles) or greedy, as published"""

@@ -29,6 +29,7 @@ from torch import Tensor
 from fedbench.contract.algorithm import OWN, SHARED, Algorithm, Answer, Batch, Phase, Tensors, World, bce
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import tuned
 from fedbench.contract.uploads import Tables, Uploads
 from fedbench.errors import UsageError
 from fedbench.parts.mixing import delivered, in_float64
@@ -41,15 +42,15 @@ CHUNK, SPARE = 256, 8
 @dataclass(frozen=True)
 class FedCIA(Algorithm):
     local_epochs: int = 2
-    lr: float = 0.1
+    lr: float = tuned(0.1, 0.01, 0.5, log=True)
     """local learning rate of Adam; the published code takes 0.01"""
     objective: str = "bce"
     """the loss: bce of p·q, or squares as published: every coordinate of p∘q is to be 1, for a negative 0"""
-    l2: float = 0.0
+    l2: float = tuned(0.0, 0.0, 0.01)
     """weight of the squared user vector and rows, halved; --align steps decays by it too; the published code takes 0.001"""
     align: str = "procrustes"
     """how a table is moved to the mean similarities: procrustes (closed form) or steps (gradient descent, as published)"""
-    tau: float = 1.0
+    tau: float = tuned(1.0, 0.25, 1.0, when={"align": ("procrustes",)})
     """procrustes: the share of the way to the turned factor"""
     align_steps: int = 100
     """steps: how many"""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from fedbench.contract.algorithm import Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import tuned
 from fedbench.contract.uploads import Uploads
 from fedbench.parts.item_item import FederatedItems, cosine, nearest, random_walk, without_diagonal
 
@@ -25,13 +26,13 @@ from fedbench.parts.item_item import FederatedItems, cosine, nearest, random_wal
 @dataclass(frozen=True)
 class FedCooc(FederatedItems):
     user_power: float = 1.0
-    normalise: str = "rp3"
+    normalise: str = tuned("rp3", choices=("cosine", "rp3"))
     """what the server makes of the sums: none, cosine (item-based neighbours) or rp3 (a random walk)"""
-    shrink: float = 20.0
+    shrink: float = tuned(20.0, 1.0, 500.0, log=True, when={"normalise": ("cosine",)})
     """cosine: added to the denominator, so that rare items are less alike"""
-    beta: float = 0.3
+    beta: float = tuned(0.3, 0.0, 1.0, when={"normalise": ("rp3",)})
     """rp3: how much rarer popular items become; 0: not at all"""
-    neighbours: int = 400
+    neighbours: int = tuned(400, 20, 800, log=True)
     """most similar items that count for each item; 0: all"""
 
     choices = {**FederatedItems.choices, "normalise": ("none", "cosine", "rp3")}

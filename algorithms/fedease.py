@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fedbench.contract.algorithm import Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import tuned
 from fedbench.contract.uploads import Uploads
 from fedbench.parts.item_item import FederatedItems, ease
 
@@ -21,7 +22,7 @@ from fedbench.parts.item_item import FederatedItems, ease
 @register("fedease", summary="federated EASE: a securely summed Gram matrix, one ridge regression an item, one visit a client")
 @dataclass(frozen=True)
 class FedEASE(FederatedItems):
-    l2: float = 0.0
+    l2: float = tuned(0.0, 10.0, 3000.0, log=True)
     """weight of the squared regression weights (λ); 0 chooses: the root of the number of interactions"""
 
     def check(self, world: World | None = None) -> None:

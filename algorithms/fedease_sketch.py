@@ -19,6 +19,7 @@ from torch import Tensor
 from fedbench.contract.algorithm import SHARED, Answer, Batch, Stage, Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import tuned
 from fedbench.contract.uploads import Uploads
 from fedbench.parts.item_item import AskedOnce
 
@@ -29,9 +30,9 @@ SMALLEST = 1e-6
 @register("fedease_sketch", summary="federated EASE from a securely summed sketch of the Gram matrix: for many items")
 @dataclass(frozen=True)
 class FedEASESketch(AskedOnce):
-    dim: int = 256
+    dim: int = tuned(256, choices=(128, 256, 512))
     """columns of the sketch (k); with as many as there are items fedease costs less"""
-    l2: float = 0.0
+    l2: float = tuned(0.0, 10.0, 3000.0, log=True)
     """weight of the squared regression weights (λ); 0 chooses: the root of the number of interactions"""
 
     tables = {"omega": SHARED, "left": SHARED, "items": SHARED, "sketch": SHARED}

@@ -33,6 +33,7 @@ from fedbench.contract.algorithm import OWN, Answer, Batch, Phase, Tensors, Worl
 from fedbench.contract.mixtures import SparseWeights, collected, in_blocks
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import tuned, untuned
 from fedbench.contract.uploads import Tables, Uploads
 from fedbench.errors import UsageError
 from fedbench.parts.merging import Merging, gradient_alone, init_mlp
@@ -44,16 +45,17 @@ from fedbench.parts.mixing import delivered, in_float64, mean_delivered, signatu
 class FedEM(Merging):
     rounds: int = 10
     local_epochs: int = 4
+    dim: int = untuned(16)
     batch_size: int = 1 << 20
     """samples a local step; by default all that a client has, so that all clients take equally many steps and their tables compare; the
     published code takes 256"""
     stop_below: float = 1e-4
-    alpha: float = 0.9
+    alpha: float = tuned(0.9, 0.0, 1.0)
     """weight of similarity beside the share of samples; at 0 all clients are averaged. With a client's similarity to itself counted
     (--no-exclude-self) 0.9 leaves it almost alone"""
     adapter: tuple[int, ...] | None = (32, 16, 8, 1)
     """layer sizes of the adapter MLP; the first must be twice --dim, the last 1; none: that, 16, 8 and 1"""
-    lr: float = 0.1
+    lr: float = tuned(0.1, 0.01, 0.5, log=True)
     """local learning rate of Adam for the user vector and the item rows"""
     merge: str = "elastic"
     """how the server's table enters the client's: replace, static (a fixed share, --rho) or elastic (the adapter decides)"""
@@ -63,14 +65,14 @@ class FedEM(Merging):
     """quadratic program of the authors' paper (project (p + alpha·sigma)/(1 + alpha)) or of their code (project p + alpha·sigma)"""
     similarity: str = "cos"
     """similarity of two clients' signatures: cos, or l2 (1/(1 + distance)) as in the published code"""
-    floor: float = 0.05
+    floor: float = tuned(0.05, 0.0, 0.5)
     """share of every mixture that goes to all other clients by their samples, however similar they are; the published code has none. At
     alpha 0 all clients are averaged anyway"""
     row_negatives: bool = False
     """negatives train a client's own item rows too, as published; a held-out item that is drawn once is then lost to that client"""
     train_user: str = "first"
     """when the user vector is trained: first (until the server first answers the client) or always, as published"""
-    common: float = 0.3
+    common: float = tuned(0.3, 0.0, 1.0)
     """share of a mixture of very few tables that the mean of all clients seen so far has; the more tables, the less. Who has no mixture
     scores with that mean, and who is not aggregated keeps its last mixture. With --floor 0, as published, there is no such mean"""
     agg_ratio: float = 1.0

@@ -21,6 +21,7 @@ from torch import Tensor
 from fedbench.contract.algorithm import Algorithm, Answer, Batch, Phase, Tensors, World, bce
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import tuned
 from fedbench.contract.uploads import Uploads
 from fedbench.errors import UsageError
 from fedbench.parts.server_optimizer import weighted_mean
@@ -36,15 +37,15 @@ class FedFast(Algorithm):
     clients_per_round: int | None = None
     """clients a round (n); 100, or all if they are fewer, if not given"""
     local_epochs: int = 4
-    groups: int = 20
+    groups: int = tuned(20, 5, 40)
     """groups of clients (k-means of their vectors) from which a round's clients are drawn evenly"""
-    gamma: float = 0.9
+    gamma: float = tuned(0.9, 0.0, 0.99)
     """clients that were not asked move by gamma^t of their group's mean change in round t; 0: not at all"""
     weigh: str = "change"
     """how clients count in the mean of an item row: by the size of their change of it, as published, or all the same (clients)"""
-    optimizer: str = "adam"
+    optimizer: str = tuned("adam", choices=("adam", "sgd"))
     """of the local steps: adam or sgd"""
-    lr: float = 0.02
+    lr: float = tuned(0.02, 3e-3, 2.0, log=True)
     """local learning rate"""
     init_scale: float = 0.01
     """standard deviation of the initial vectors"""

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedbench.contract.algorithm import Answer, Batch, Phase, Tensors, World, bce
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import tuned
 from fedbench.contract.uploads import Uploads
 from fedbench.errors import UsageError
 from fedbench.parts.merging import Mergeable
@@ -23,11 +24,11 @@ from fedbench.parts.server_optimizer import SharedModel
 @dataclass(frozen=True)
 class FedMF(Mergeable, SharedModel):
     local_epochs: int = 2
-    optimizer: str = "adam"
+    optimizer: str = tuned("adam", choices=("adam", "sgd"))
     """of the local steps: adam, or sgd, whose changes keep the size of their gradients: it goes with --average sum --server adam"""
-    lr: float = 0.02
+    lr: float = tuned(0.02, 5e-3, 5.0, log=True)
     """local learning rate"""
-    lr_items: float | None = None
+    lr_items: float | None = tuned(None, 0.03, 3.0, log=True, when={"optimizer": ("sgd",)})
     """local learning rate of the item rows, with --optimizer sgd; --lr if not given"""
     init_scale: float = 0.01
     """standard deviation of the initial vectors"""

@@ -21,13 +21,14 @@ from torch import Tensor
 from fedbench.algorithms.fedavg_ncf import FedAvgNCF
 from fedbench.contract.algorithm import Batch, Tensors, World
 from fedbench.contract.registry import register
+from fedbench.contract.search import tuned, untuned
 from fedbench.errors import UsageError
 
 
 @register("fedncf", summary="an MLP over private user and shared item embeddings, item rows averaged over those who changed them")
 @dataclass(frozen=True)
 class FedNCF(FedAvgNCF):
-    dim: int = 16
+    dim: int = untuned(16)
     """size of the embeddings that the MLP joins"""
     layers: tuple[int, ...] = (32, 16, 8)
     """layer sizes of the MLP, before the last one to a logit; the first must be twice --dim"""
@@ -35,7 +36,7 @@ class FedNCF(FedAvgNCF):
     weigh: str = "clients"
     lr: float = 0.005
     """local learning rate of AdamW; the published recipe takes 0.01"""
-    l2: float = 0.0
+    l2: float = tuned(0.0, 0.0, 0.01)
     """weight of the squared layers in the loss, halved: what torch's Adam calls weight_decay; the published recipe takes 0.001"""
 
     published = {

@@ -25,6 +25,7 @@ from torch import Tensor
 from fedbench.contract.algorithm import OWN, SHARED, Answer, Batch, Phase, Tensors, World, bce
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import tuned
 from fedbench.contract.uploads import Uploads
 from fedbench.errors import UsageError
 from fedbench.parts.merging import Mergeable
@@ -41,11 +42,11 @@ class FedRAP(Mergeable, SharedModel):
     server_lr: float = 0.05
     optimizer: str = "sgd"
     """of the local steps: sgd, as published, or adam"""
-    lr: float = 4.0
+    lr: float = tuned(4.0, 0.1, 20.0, log=True)
     """local learning rate of the head; the published code takes 0.5"""
-    lr_items: float = 0.1
+    lr_items: float = tuned(0.1, 0.01, 5.0, log=True)
     """local learning rate of the shared table; the published code takes 200"""
-    lr_personal: float = 0.01
+    lr_personal: float = tuned(0.01, 1e-3, 1.0, log=True)
     """local learning rate of the personal table; the published code takes 200"""
     weight_decay: float = 0.0
     """of sgd, on every row of both tables, touched or not"""
@@ -53,9 +54,9 @@ class FedRAP(Mergeable, SharedModel):
     """what the local rates are multiplied by after every step; the published code takes 0.95"""
     round_decay: float = 1.0
     """what the local rates are multiplied by after every round; the published code takes 0.97"""
-    apart: float = 0.0
+    apart: float = tuned(0.0, 0.0, 0.3)
     """how strongly the two tables are driven apart (lambda); the published code takes 0.1"""
-    sparse: float = 0.0
+    sparse: float = tuned(0.0, 0.0, 0.3)
     """weight of the mean absolute value of the shared rows (mu); the published code takes 0.1"""
     curriculum: str = "none"
     """how both weights grow over the rounds: tanh (round/10), as in the paper, or none, as its code has it"""

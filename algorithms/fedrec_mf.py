@@ -23,6 +23,7 @@ from torch import Tensor
 from fedbench.contract.algorithm import Answer, Batch, Extra, Phase, Tensors, World, bce
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import tuned
 from fedbench.contract.uploads import Uploads
 from fedbench.errors import UsageError
 from fedbench.parts.server_optimizer import SharedModel
@@ -47,11 +48,11 @@ class FedRecMF(SharedModel):
     """the rating of such an item: average (the client's mean) or hybrid (its mean at first, then what its own model predicts)"""
     hybrid_from: int = 10
     """hybrid filling: rounds with the client's mean before its model's predictions are used"""
-    lr: float | None = None
+    lr: float | None = tuned(None, 3e-3, 2.0, log=True)
     """learning rate: of gradient steps 0.8 (batch form) or 0.02 a rating (stochastic), of Adam 0.02 (implicit), if not given"""
-    decay: float = 0.97
+    decay: float = tuned(0.97, 0.9, 1.0)
     """what the learning rate is multiplied by each round; the published code takes 0.9"""
-    penalty: float = 0.001
+    penalty: float = tuned(0.001, 1e-5, 0.1, log=True)
     """weight of the squared sizes of vectors and biases beside the squared error"""
     init_scale: float = 0.01
     """standard deviation of the initial vectors; biases begin at 0"""

@@ -26,6 +26,7 @@ from torch import Tensor
 from fedbench.contract.algorithm import Answer, Batch, Phase, Stage, Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import tuned, untuned
 from fedbench.contract.uploads import Uploads
 from fedbench.errors import UsageError
 from fedbench.parts.newton import newton_step, packed
@@ -39,26 +40,26 @@ class FedRecon(SharedModel):
     rounds: int = 120
     clients_per_round: int | None = None
     """clients a round (n); 500, or all if they are fewer, if not given"""
-    local_epochs: int = 1
+    local_epochs: int = untuned(1)
     """--reconstruct sgd: passes over the query samples that train the item rows (e)"""
     batch_size: int = 5
     """--reconstruct sgd: samples a local step"""
-    negatives: int = 0
+    negatives: int = untuned(0)
     """negative items drawn anew for each training interaction in each round; --server newton needs none, the others 4"""
-    dim: int = 128
+    dim: int = tuned(128, choices=(32, 64, 128))
     feedback: str = "implicit"
     """implicit (rank items) or explicit (predict ratings); a --split that holds out ratings means explicit"""
     reconstruct: str = "ridge"
     """how a client fits its user vector: ridge (closed form, all items weighed by --a0) or sgd"""
-    average: str = "cohort"
-    server: str = "newton"
+    average: str = untuned("cohort")
+    server: str = untuned("newton")
     """the server's optimizer: newton (with the securely summed statistic), or sgd, momentum, adagrad, adam, yogi on the mean change"""
-    server_lr: float = 0.0
+    server_lr: float = tuned(0.0, 0.1, 1.0, log=True)
     """learning rate of the server; 0 chooses: newton min(1, 1.2·√(n/U)), sgd 20 after --reconstruct ridge, else 1"""
     server_decay: str = "linear"
-    a0: float = 0.3
+    a0: float = tuned(0.3, 0.03, 3.0, log=True)
     """ridge, implicit: weight of the items that a client has not met, beside 1 for those it has"""
-    l2: float = 0.0
+    l2: float = tuned(0.0, 6e-4, 0.06, log=True)
     """ridge: weight of the squared vectors, times the weight of the samples that they serve; 0 chooses: implicit 0.006, explicit 0.05"""
     halves: bool = False
     """rebuild the user vector on one half of a client's samples (support) and train the items on the other (query); else on all"""

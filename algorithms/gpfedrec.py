@@ -25,6 +25,7 @@ from torch import Tensor
 from fedbench.contract.algorithm import OWN, SHARED, Algorithm, Answer, Batch, Phase, Pull, Tensors, World, bce
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import tuned, untuned
 from fedbench.contract.uploads import Tables, Uploads
 from fedbench.errors import UsageError
 from fedbench.parts.merging import Mergeable, init_mlp, mlp
@@ -35,17 +36,18 @@ from fedbench.parts.mixing import delivered, similarity
 @dataclass(frozen=True)
 class GPFedRec(Mergeable):
     local_epochs: int = 2
+    dim: int = untuned(16)
     layers: tuple[int, ...] = (32, 16, 8, 1)
     """layer sizes of the MLP; the first must be twice --dim, the last 1"""
     optimizer: str = "adam"
     """of the local steps: adam, or sgd as published"""
-    lr: float = 0.02
+    lr: float = tuned(0.02, 2e-3, 0.2, log=True)
     """local learning rate of the MLP"""
-    lr_user: float = 0.02
+    lr_user: float = tuned(0.02, 2e-3, 0.2, log=True)
     """local learning rate of the user vector"""
-    lr_items: float | None = 0.02
+    lr_items: float | None = tuned(0.02, 2e-3, 0.2, log=True)
     """local learning rate of the item rows; none: 80 times the number of items times --lr, less --lr, as published"""
-    pull: float | None = 0.1
+    pull: float | None = tuned(0.1, 0.01, 0.5, log=True)
     """the share of the way to the neighbours' mean that a step moves every row; none: as the published penalty does, 16/dim"""
     similarity: str = "change"
     """of two clients: cosine of how their tables changed (change), of the tables (cosine), or 1 less that, as published (distance)"""
@@ -57,7 +59,7 @@ class GPFedRec(Mergeable):
     """link each client to so many that are most like it, instead of by --threshold; 0: by --threshold"""
     exclude_self: bool = True
     """a client is no neighbour of its own; by distance it never is"""
-    reach: float = 4.0
+    reach: float = tuned(4.0, 1.0, 10.0, log=True)
     """how far the server goes from its table to a mean of tables: 1 is the mean, more makes up for clients that did not touch a row"""
     init_items: float = 0.1
     """standard deviation of the initial item table; the published code takes 1"""

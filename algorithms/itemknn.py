@@ -14,15 +14,16 @@ from fedbench.contract.algorithm import Tensors, World
 from fedbench.contract.central import Pool
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import tuned
 from fedbench.parts.item_item import CentralItems, cosine, nearest
 
 
 @register("itemknn", summary="ceiling: item-based nearest neighbours, cosine with shrinkage, with all data in one place")
 @dataclass(frozen=True)
 class ItemKNN(CentralItems):
-    neighbours: int = 50
+    neighbours: int = tuned(50, 10, 500, log=True)
     """most similar items that count for each item (k)"""
-    shrink: float = 20.0
+    shrink: float = tuned(20.0, 1.0, 500.0, log=True)
     """added to the denominator of the cosine, so that rare items are less alike"""
 
     def check(self, world: World | None = None) -> None:

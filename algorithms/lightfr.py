@@ -24,6 +24,7 @@ from torch import Tensor
 from fedbench.contract.algorithm import SHARED, Answer, Batch, Phase, Stage, Tensors, World, bce
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import tuned
 from fedbench.contract.uploads import Uploads
 from fedbench.errors import UsageError
 from fedbench.parts.server_optimizer import SharedModel
@@ -40,11 +41,11 @@ class LightFR(SharedModel):
     """bits of a code (f)"""
     warm: int = 40
     """rounds of real vectors, whose signs the codes start from; 0, as published: random codes"""
-    lr: float = 0.02
+    lr: float = tuned(0.02, 3e-3, 0.2, log=True)
     """local learning rate of Adam in the warm rounds"""
-    sweeps: int = 2
+    sweeps: int = tuned(2, 1, 4)
     """times that a client goes through its bits in a round"""
-    bits_a_round: float = 0.25
+    bits_a_round: float = tuned(0.25, 0.05, 1.0, log=True)
     """share of the bits that the server may flip in a round; the published code goes through all"""
     inertia: str = "exact"
     """what keeps a bit as it is: exact (a client's samples, an item's senders) or published (1.2 times a client's samples, the cohort)"""

@@ -13,15 +13,16 @@ from torch import Tensor
 from fedbench.contract.algorithm import OWN, Algorithm, Batch, Phase, Tensors, World, bce
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import tuned
 
 
 @register("local", summary="every client alone, no server: must stay at chance on an honest protocol")
 @dataclass(frozen=True)
 class Local(Algorithm):
     rounds: int = 40
-    lr: float = 0.1
+    lr: float = tuned(0.1, 0.01, 1.0, log=True)
     """local learning rate of Adam"""
-    init_scale: float = 1.0
+    init_scale: float = tuned(1.0, 0.01, 1.0, log=True)
     """standard deviation of the initial vectors; each client draws its own, or all would hit or miss together"""
 
     tables = {"items": OWN}

@@ -26,6 +26,7 @@ from torch import Tensor
 from fedbench.contract.algorithm import OWN, SHARED, Answer, Batch, Phase, Tensors, World, bce
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import tuned
 from fedbench.contract.uploads import Uploads
 from fedbench.parts.merging import Mergeable
 from fedbench.parts.server_optimizer import SharedModel
@@ -41,9 +42,9 @@ class PFedRec(Mergeable, SharedModel):
     server_lr: float = 0.05
     optimizer: str = "sgd"
     """of the local steps: sgd, as published, or adam"""
-    lr: float = 4.0
+    lr: float = tuned(4.0, 0.1, 20.0, log=True)
     """local learning rate of the head; the published code takes 0.1"""
-    lr_items: float | None = 0.1
+    lr_items: float | None = tuned(0.1, 0.01, 5.0, log=True)
     """local learning rate of the item rows; none: 80 times the number of items times --lr, as published"""
     init_items: float = 0.01
     """standard deviation of the initial item table; the published code takes 1"""

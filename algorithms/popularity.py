@@ -10,6 +10,7 @@ from torch import Tensor
 from fedbench.contract.algorithm import SHARED, Algorithm, Answer, Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import untuned
 from fedbench.contract.uploads import Uploads
 
 
@@ -17,7 +18,9 @@ from fedbench.contract.uploads import Uploads
 @dataclass(frozen=True)
 class Popularity(Algorithm):
     rounds: int = 1
-    negatives: int = 0
+    local_epochs: int = untuned(10)
+    negatives: int = untuned(0)
+    dim: int = untuned(16)
 
     tables = {"count": SHARED}
 

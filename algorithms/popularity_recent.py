@@ -17,6 +17,7 @@ from fedbench.contract.algorithm import Tensors, World
 from fedbench.contract.central import Central, Pool
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import tuned
 
 DAY = 86400.0
 """seconds"""
@@ -28,9 +29,9 @@ class PopularityRecent(Central):
     rounds: int = 1
     """passes over all data: the first says it all"""
     negatives: int = 0
-    dim: int = 100
+    dim: int = tuned(100, choices=(10, 100, 1000))
     """moments at which items are counted: as many users were last seen between one and the next"""
-    half_life: float = 10.0
+    half_life: float = tuned(10.0, 1.0, 1000.0, log=True)
     """days after which an interaction counts half"""
 
     unused = (*Central.unused, "batch_size", "negatives")

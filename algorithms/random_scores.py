@@ -9,13 +9,16 @@ from torch import Tensor
 from fedbench.contract.algorithm import OWN, Algorithm, Tensors, World
 from fedbench.contract.randomness import Draw
 from fedbench.contract.registry import register
+from fedbench.contract.search import untuned
 
 
 @register("random", summary="random scores: chance level")
 @dataclass(frozen=True)
 class Random(Algorithm):
     rounds: int = 1
-    negatives: int = 0
+    local_epochs: int = untuned(10)
+    negatives: int = untuned(0)
+    dim: int = untuned(16)
 
     tables = {"score": OWN}
 

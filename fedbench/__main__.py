@@ -14,6 +14,7 @@ from fedbench.text import nearest, say
 COMMANDS = {
     "train": ("fedbench.commands.cli:train", "one run, as train.py"),
     "sweep": ("fedbench.sweeping.sweep:main", "many runs: grids and studies"),
+    "tune": ("fedbench.tuning.tune:main", "search a method's settings on validation"),
     "audit": ("fedbench.commands.audit:main", "prove that a protocol does not leak"),
     "check": ("fedbench.commands.check:main", "test an algorithm, your own or a built-in one"),
     "bench": ("fedbench.commands.bench:main", "measure speed"),
@@ -27,6 +28,7 @@ COMMANDS = {
     "doctor": ("fedbench.commands.doctor:main", "say whether this machine is ready"),
     "submit": ("fedbench.commands.submit:main", "write a finished run as one file that others can verify"),
     "verify": ("fedbench.commands.verify:main", "run such a file again and compare"),
+    "reproduce": ("fedbench.commands.reproduce:main", "run a row of a table of results again and compare"),
     "log-model": ("fedbench.commands.log_model:main", "put a trained model into MLflow, to be served"),
     "completion": ("fedbench.commands.completion:main", "what a shell needs to complete commands and flags"),
 }

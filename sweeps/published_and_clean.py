@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 
-from fedbench.contract import registry
+from fedbench.experiment import table_rows
+from fedbench.experiment.table_rows import DIGITS, METRICS, POINTS, READINGS, evaluated_every
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 FILE = RESULTS / "published_and_clean.json"
@@ -35,16 +36,6 @@ SEEDS, LONG = (0, 1, 2), 300
 """seeds; seconds of one core after which one seed is enough"""
 TRIAL = 3
 """rounds of a trial"""
-POINTS = 20
-"""how often a run is evaluated, the last round included"""
-CLOSED = {"train_negatives": "clean", "select_on": "val"}
-READINGS: dict[str, tuple[dict[str, str], str]] = {
-    "published": ({"protocol": "published", "recipe": "published"}, "as published"),
-    "closed": ({"protocol": "published", "recipe": "published", **CLOSED}, "its leaks closed"),
-    "same": ({"protocol": "clean", "recipe": "published"}, "clean, same recipe"),
-    "clean": ({"protocol": "clean", "recipe": "clean"}, "clean, clean recipe"),
-}
-"""flags by name of a column, and what the page calls it; the first two differ in the two leaks alone"""
 
 
 class Paper(NamedTuple):
@@ -82,8 +73,6 @@ METHODS: dict[str, Paper] = {
 }
 BESIDE = ("popularity", "local", "central_ease")
 """what every method stands beside: no personal part, no server, no federation"""
-OWN: dict[str, dict[str, Any]] = {"pfedrec": {"select_on": "val"}, "gpfedrec": {"select_on": "val"}}
-"""what a paper's own protocol does differently from the others"""
 
 
 class Cell(NamedTuple):
@@ -94,13 +83,10 @@ class Cell(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Of its run; a method without a published recipe has one run for both clean columns."""
-        reading = "clean" if self.reading == "same" and not registry.algorithm(self.algo).published else self.reading
-        return " ".join(map(str, self._replace(reading=reading)))
+        return table_rows.key(*self)
 
     def flags(self) -> dict[str, Any]:
-        own = OWN.get(self.algo, {}) if self.reading == "published" else {}
-        return {"algo": self.algo, "dataset": self.dataset, "seed": self.seed, **READINGS[self.reading][0], **own}
+        return table_rows.flags(*self)
 
 
 def cells(datasets: Iterable[str], seed: int) -> list[Cell]:
@@ -118,12 +104,9 @@ def missing(found: dict[str, Any], datasets: Iterable[str], seed: int) -> list[C
 def measure(cell: Cell, hours: float) -> dict[str, Any]:
     """One run, in a process of its own; given again after a kill, it resumes from its last checkpoint. A run over `hours` is not made."""
     import fedbench
-    from fedbench.settings import command_line
 
     flags = cell.flags()
-    rounds = command_line.resolve(
-        [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    ).algorithm.rounds
+    rounds = table_rows.config_of(flags).algorithm.rounds
     out = Path("runs") / "published_and_clean" / cell.key.replace(" ", "-")
     if not out.exists() and (needed := hours_of(flags, rounds)) > hours:
         return {"hours": round(needed, 1)}
@@ -131,7 +114,7 @@ def measure(cell: Cell, hours: float) -> dict[str, Any]:
     run = fedbench.run(**flags, eval_every=evaluated_every(rounds), threads=1, mlflow=False, quiet=True, keep_state="none", out=str(out))
     told = run.summary
     return {
-        **{name: round(float(run.test[name]), 6) for name in ("hr_10", "ndcg_10", "full_hr_10", "full_ndcg_10")},
+        **{name: round(float(run.test[name]), DIGITS) for name in METRICS},
         "round": told["best_round"],
         "rounds": rounds,
         "clients": told["clients"],
@@ -140,10 +123,6 @@ def measure(cell: Cell, hours: float) -> dict[str, Any]:
         "config": told["config_hash"],
         "commit": json.loads((out / "env.json").read_text(encoding="utf-8"))["git_commit"],
     }
-
-
-def evaluated_every(rounds: int) -> int:
-    return max(1, rounds // POINTS)
 
 
 def hours_of(flags: dict[str, Any], rounds: int) -> float:

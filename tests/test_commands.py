@@ -52,7 +52,7 @@ def test_errors_become_exit_codes(
     ("words", "code", "says"),
     [
         ("adit", 2, "unknown command 'adit'; did you mean audit?"),
-        ("qqq", 2, "use one of train, sweep, audit, check, bench, warm, fetch, list"),
+        ("qqq", 2, "use one of train, sweep, tune, audit, check, bench, warm, fetch, list"),
         ("fetch", 2, "fetch takes names of datasets"),
         ("fetch filmtrst", 2, "did you mean filmtrust?"),
         ("list x", 2, "list takes no flags"),

@@ -17,7 +17,7 @@ from torch.distributed import run as torchrun
 import fedbench
 from fedbench import parts
 from fedbench.__main__ import COMMANDS
-from fedbench.commands import bench, bench_page, cli, evaluate, log_model, recommend, submit, verify
+from fedbench.commands import bench, bench_page, cli, evaluate, log_model, recommend, reproduce, submit, verify
 from fedbench.contract import registry
 from fedbench.contract.algorithm import Algorithm, Answer, Batch, Context, Extra, Phase, Pull, Stage, World
 from fedbench.contract.central import Central, Pool
@@ -33,6 +33,7 @@ from fedbench.simulation.failures import Failures
 from fedbench.sweeping import study, sweep
 from fedbench.testing.algorithm_tests import AlgorithmTests
 from fedbench.testing.small_federation import small_instance
+from fedbench.tuning import tune
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -171,6 +172,13 @@ def test_sweeps_are_understood(page: Path, folder: Path, monkeypatch: pytest.Mon
 
 
 @each_page
+def test_searches_are_understood(page: Path, folder: Path) -> None:
+    starts = "python -m fedbench tune"
+    for line in (line for line in lines_of(page) if line.startswith(starts) and line != starts):
+        assert tune.read(shlex.split(line, comments=True)[4:]).space
+
+
+@each_page
 def test_commands_on_finished_runs_are_understood(page: Path) -> None:
     for line in (line for line in lines_of(page) if line.startswith("python -m fedbench ")):
         name, *words = shlex.split(line, comments=True)[3:]
@@ -187,7 +195,15 @@ def test_flags_exist(page: Path, folder: Path) -> None:
     known = {flag.option for flag in flags} | {f"--no-{flag.option[2:]}" for flag in flags if flag.item_kind is bool}
     known |= {"--config", "--list", "--print-config", "--help", "--version", *sweep.own_options()}
     known |= {"--may-leave", "--json"}  # of check
-    parsers = [*(make() for make in PARSERS.values()), submit.parser(), verify.parser(), bench.parser(), torchrun.get_args_parser()]
+    parsers = [
+        *(make() for make in PARSERS.values()),
+        submit.parser(),
+        verify.parser(),
+        bench.parser(),
+        tune.parser(),
+        reproduce.parser(),
+        torchrun.get_args_parser(),
+    ]
     known |= {option for parser in parsers for action in parser._actions for option in action.option_strings}
     text = re.sub(rf"^(?:{OTHERS}) .*$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", text))

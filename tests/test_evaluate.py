@@ -24,7 +24,7 @@ from fedbench.data.protocol import PRESETS, Protocol
 from fedbench.data.split import Split, split
 from fedbench.datasets.synthetic import load
 from fedbench.evaluation.baselines import chance_metrics, popularity_ranks
-from fedbench.evaluation.metrics import KS, ranking_metrics, rating_metrics, spread
+from fedbench.evaluation.metrics import KS, metrics_of, ranking_metrics, rating_metrics, spread
 from fedbench.simulation import own_tables, scoring
 from fedbench.simulation.federation import Federation
 from fedbench.simulation.scoring import ranks_among
@@ -267,3 +267,27 @@ def test_ranks_on_a_device_are_those_of_the_kernel(refit: bool) -> None:
     scores = torch.from_numpy(np.random.default_rng(0).integers(0, 9, (3, at.items)).astype(np.float32))  # many ties
     scores[1, at.test_item[0]] = NAN
     assert np.array_equal(scoring._ranks_on_device(scores, at, clients), scoring.ranks_among_unseen(scores, at, clients))
+
+
+# ---- a split without its test items ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [FedMF, FedEM, CentralMF, Popularity])
+def test_a_blind_split_is_evaluated_on_validation_alone(cls: type[Algorithm]) -> None:
+    """And to the same ranks; an evaluation that would score a test item fails, for no item has its number."""
+    whole = parts()
+    told = {}
+    for name, one in {"whole": whole, "blind": whole.without_test()}.items():
+        federation = Federation.start(cls(rounds=2), one, seed=3, kernel="off")
+        outcomes = [federation.outcome()]
+        for _ in range(2):
+            federation.next_round()
+            outcomes.append(federation.outcome())
+        told[name] = outcomes
+        if name == "blind":
+            with pytest.raises(ValueError, match="no test items"):
+                federation.full_ranks()
+    assert all(set(outcome) == {"val"} for outcome in told["blind"])
+    assert all((blind["val"] == seen["val"]).all() for blind, seen in zip(told["blind"], told["whole"], strict=True))
+    assert set(metrics_of(whole.without_test(), told["blind"][0])) == {"val"}
+    assert (whole.without_test().test_item == -1).all() and whole.without_test().test_candidates.size == 0

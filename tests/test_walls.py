@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCES = ("fedbench", "algorithms", "datasets", "train.py")
 ROOMS = ["ground", "kernels", "contract", "data", "parts", "evaluation", "simulation", "settings", "tracking", "experiment", "sweeping"]
-ROOMS += ["reporting", "testing", "commands"]
+ROOMS += ["tuning", "reporting", "testing", "commands"]
 """from the ground up: a room imports from itself and from those before it"""
 PLACED = {"fedbench/served.py": "experiment", "fedbench/__main__.py": "door", "fedbench/api.py": "door", "train.py": "door"}
 """files whose room is not the folder they are in: MLflow imports the first by its name, people start or import the others"""

@@ -58,6 +58,7 @@ def test_the_wheel_has_what_it_needs_and_no_more(wheel: Path) -> None:
     scripts = zipfile.ZipFile(wheel).read(f"fedbench_rec-{__version__}.dist-info/entry_points.txt").decode()
     assert "fedbench = fedbench.__main__:main" in scripts
     here = {str(path.relative_to(ROOT)) for room in ("fedbench", "algorithms", "datasets") for path in (ROOT / room).rglob("*.py")}
+    here |= {str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*.toml")}
     assert {name if name.startswith("fedbench/") else f"fedbench/{name}" for name in here} <= names
 
 

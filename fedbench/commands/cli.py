@@ -21,7 +21,7 @@ Command = Callable[[list[str]], int]
 
 PACKAGES = (
     *("numpy", "torch", "numba", "llvmlite", "pandas", "scipy", "pyarrow", "safetensors"),
-    *("mlflow", "matplotlib", "tqdm", "coloredlogs", "pooch", "requests", "filelock", "packaging", "shtab"),
+    *("mlflow", "matplotlib", "tqdm", "coloredlogs", "pooch", "requests", "filelock", "packaging", "shtab", "optuna"),
 )
 """what the commands import"""
 HELP = """usage: python train.py --algo NAME --dataset NAME [flags]

@@ -22,7 +22,7 @@ Prints what a shell needs to complete the commands of `fedbench`, their flags, a
   bash:  fedbench completion bash > ~/.local/share/bash-completion/completions/fedbench
   zsh:   fedbench completion zsh > ~/.zfunc/_fedbench     with `fpath+=~/.zfunc; autoload -U compinit; compinit` in ~/.zshrc
 """
-TRAINS = ("train", "sweep", "audit", "check", "bench", "warm")
+TRAINS = ("train", "sweep", "tune", "audit", "check", "bench", "warm")
 """commands that take the flags of a run"""
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fedbench.contract.mixtures import SparseWeights
     from fedbench.contract.randomness import Draw
     from fedbench.contract.registry import register, register_dataset
+    from fedbench.contract.search import tuned, untuned
     from fedbench.contract.uploads import Rows, Tables, Uploads
     from fedbench.errors import UsageError
 
@@ -38,6 +39,7 @@ _PLACES = {
     **dict.fromkeys(("Central", "Pool"), "fedbench.contract.central"),
     **dict.fromkeys(("DatasetOptions", "Interactions"), "fedbench.contract.dataset"),
     **dict.fromkeys(("register", "register_dataset"), "fedbench.contract.registry"),
+    **dict.fromkeys(("tuned", "untuned"), "fedbench.contract.search"),
     **dict.fromkeys(("Rows", "Tables", "Uploads"), "fedbench.contract.uploads"),
     "Draw": "fedbench.contract.randomness",
     "SparseWeights": "fedbench.contract.mixtures",
@@ -70,6 +72,8 @@ __all__ = [
     "bce",
     "register",
     "register_dataset",
+    "tuned",
+    "untuned",
 ]
 
 

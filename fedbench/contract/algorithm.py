@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fedbench import text
+from fedbench.contract.search import tuned
 from fedbench.errors import UsageError
 
 if TYPE_CHECKING:
@@ -202,13 +203,13 @@ class Algorithm:
     """communication rounds"""
     clients_per_round: int | None = None
     """clients a round (n); all of them if not given"""
-    local_epochs: int = 10
+    local_epochs: int = tuned(10, 1, 10, log=True)
     """passes over its own data that a client makes in a round (e)"""
     batch_size: int = 256
     """samples a local step"""
-    negatives: int = 4
+    negatives: int = tuned(4, 1, 8)
     """negative items drawn anew for each training interaction in each round"""
-    dim: int = 16
+    dim: int = tuned(16, choices=(8, 16, 32, 64))
     """size of an embedding (d)"""
     sampling: str = "uniform"
     """how a round's clients are chosen: uniform (anew each round) or queue (a shuffled queue that rotates, so that all take part)"""

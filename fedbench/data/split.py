@@ -89,6 +89,8 @@ class Split:
     """cold-start users: the clients that --new-users keeps out of training, with the same items"""
     sample: np.ndarray | None = None
     """client numbers of those that are ranked for, ascending, if not all are"""
+    blind: bool = False
+    """what is held out for test is not in it, see `without_test`"""
 
     @property
     def evaluated(self) -> np.ndarray:
@@ -128,6 +130,21 @@ class Split:
             train_time=self.train_time[train if timed else slice(0)],
             val_time=self.val_time[which if timed else slice(0)],
             **{name: getattr(self, name)[which] for name in each},
+        )
+
+    def without_test(self) -> Split:
+        """The split of a search: what is held out for test is taken out, so that nothing can be chosen on it. Only `val` is evaluated.
+
+        A test item stays in `seen_item`, which says what is no candidate; training draws from it where negatives are leaky alone.
+        """
+        none = np.empty((len(self.test_candidates), 0), self.test_candidates.dtype)
+        return replace(
+            self,
+            # no item has this number: whoever scores it fails
+            test_item=np.full_like(self.test_item, -1),
+            test_candidates=none,
+            held={name: held for name, held in self.held.items() if name != "test"},
+            blind=True,
         )
 
     def with_validation_in_training(self) -> Split:

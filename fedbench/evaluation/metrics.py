@@ -90,4 +90,4 @@ def metrics_of(split: Split, outcome: Mapping[str, np.ndarray]) -> dict[str, dic
     """Metrics of each part (val, test) of an `Evaluator.outcome`."""
     if split.held:
         return {name: rating_metrics(outcome[name], held.rating, split.rating_min, split.rating_max) for name, held in split.held.items()}
-    return {name: ranking_metrics(outcome[name]) for name in ("val", "test")}
+    return {name: ranking_metrics(outcome[name]) for name in ("val", "test") if name in outcome}

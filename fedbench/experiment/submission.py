@@ -216,7 +216,7 @@ FORM: dict[str, tuple[Callable[[Any], bool], str]] = {
     "by": (lambda value: isinstance(value, str) and BY.fullmatch(value) is not None, "a name of at most 80 letters"),
     "algo": (_is_word, "a name"),
     "dataset": (_is_word, "a name, or a file's without its folder"),
-    "recipe": (lambda value: value in ("clean", "published"), "clean or published"),
+    "recipe": (lambda value: value in ("clean", "published", "tuned"), "clean, published or tuned"),
     "leaky": (lambda value: isinstance(value, bool), "true or false"),
     "protocol_fields": (_is_object, "the protocol's flags"),
     "protocol_fingerprint": (_is_hex(16), "16 hex digits"),

@@ -12,6 +12,7 @@ from torch.nn.functional import embedding
 from fedbench.contract.algorithm import Batch, Tensors, World, bce
 from fedbench.contract.central import Central, Pool
 from fedbench.contract.randomness import Draw
+from fedbench.contract.search import tuned
 from fedbench.errors import UsageError
 from fedbench.kernels.compiler import pool as pool_kernel
 
@@ -20,9 +21,9 @@ from fedbench.kernels.compiler import pool as pool_kernel
 class Descent(Central):
     """Base of those that take one Adam step a minibatch on binary cross-entropy; Adam's moments and step count stay between rounds."""
 
-    lr: float = 0.001
+    lr: float = tuned(0.001, 1e-4, 0.03, log=True)
     """learning rate of Adam"""
-    l2: float = 0.0
+    l2: float = tuned(0.0, 0.0, 0.02)
     """weight of the squared norms of a sample's user and item rows, added to its loss"""
     init_scale: float = 0.01
     """standard deviation of the initial embeddings"""

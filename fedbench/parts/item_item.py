@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from fedbench.contract.algorithm import SHARED, Algorithm, Answer, Batch, Stage, Tensors, World
 from fedbench.contract.central import Central, Pool
 from fedbench.contract.randomness import Draw
+from fedbench.contract.search import tuned, untuned
 from fedbench.contract.uploads import Uploads
 from fedbench.errors import UsageError
 from fedbench.kernels.item_item import pair_sums, profile_scores
@@ -31,8 +32,9 @@ class AskedOnce(Algorithm):
 
     rounds: int = 1
     """rounds; every client is asked once, n in a round, so with --clients-per-round n it takes U/n of them; more change nothing"""
-    local_epochs: int = 1
-    negatives: int = 0
+    local_epochs: int = untuned(1)
+    negatives: int = untuned(0)
+    dim: int = untuned(16)
 
     @property
     def in_the_clear(self) -> bool:
@@ -64,7 +66,7 @@ class FederatedItems(AskedOnce):
 
     secure: bool = True
     """sum what clients send under masks: the server sees the sum alone, and each client sends all M(M+1)/2 pairs of items"""
-    user_power: float = 0.0
+    user_power: float = tuned(0.0, 0.0, 1.0)
     """a client of k items counts as k to the power of minus this; 0: all count alike, 1: a client with many items counts as any other"""
 
     tables = {"index": SHARED, "gram": SHARED, "pairs": SHARED}
@@ -120,7 +122,8 @@ class CentralItems(Central):
 
     rounds: int = 1
     """passes over all data: the first says it all"""
-    negatives: int = 0
+    negatives: int = untuned(0)
+    dim: int = untuned(16)
 
     tables = {"index": SHARED}
     unused = (*Central.unused, "batch_size", "negatives", "dim")

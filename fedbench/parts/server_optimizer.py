@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedbench.contract.algorithm import Algorithm, Tensors, World
+from fedbench.contract.search import tuned
 from fedbench.contract.uploads import AVERAGES, Rows
 from fedbench.errors import UsageError
 from fedbench.parts.mixing import mean_of_whole_tables
@@ -33,11 +34,11 @@ STATE = {
 class SharedModel(Algorithm):
     """Base of the algorithms whose server moves shared tensors by what the clients changed."""
 
-    average: str = "touching"
+    average: str = tuned("touching", choices=("touching", "sum"))
     """how changes of an item row are combined: sum, cohort (mean over the round) or touching (mean over those that sent it)"""
-    server: str = "sgd"
+    server: str = tuned("sgd", choices=("sgd", "adam"))
     """the server's optimizer on the combined change: sgd, momentum, adagrad, adam or yogi; state is kept row by row"""
-    server_lr: float = 1.0
+    server_lr: float = tuned(1.0, 0.01, 2.0, log=True)
     """learning rate of the server's optimizer; with sgd 1 is plain averaging, with adam 0.05 is a good start"""
     server_decay: str = "none"
     """how the server's learning rate falls over the rounds: linear (to 0) or none"""

@@ -35,7 +35,8 @@ class RunConfig:
     protocol: Protocol = Protocol()
     """how data is split and ranked: clean (no leak), ncf (the NCF paper's files), published (as the FedEM code: LEAKS)"""
     recipe: str = "clean"
-    """the algorithm's switches: clean, or published (its paper's own); follows --protocol if not given"""
+    """the algorithm's switches: clean, published (its paper's own) or tuned (what `tune` found for this dataset); follows --protocol if
+    not given"""
     seed: int = 0
     """seed of everything but the split"""
     refit: bool = False

@@ -26,7 +26,7 @@ from fedbench.settings.config import RunConfig
 from fedbench.settings.naming import SHORT
 from fedbench.simulation.failures import Failures
 
-RECIPES = ("clean", "published")
+RECIPES = ("clean", "published", "tuned")
 CHOICES = {
     "protocol": tuple(PRESETS),
     "recipe": RECIPES,

@@ -9,8 +9,10 @@ from typing import Any
 from fedbench.contract import plugin_errors, registry
 from fedbench.contract.algorithm import Algorithm
 from fedbench.contract.dataset import DatasetOptions
+from fedbench.contract.search import search_space
 from fedbench.data.protocol import PRESETS, Protocol
 from fedbench.errors import FedbenchError, UsageError
+from fedbench.settings import recipes
 from fedbench.settings.checks import check
 from fedbench.settings.config import RunConfig, placed
 from fedbench.settings.flags import MOST_SEEDS, flags_of
@@ -21,11 +23,13 @@ def configs_of(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[st
     if "rounds" in on_line and on_line.get("budget_value") is not None:
         raise UsageError("--rounds and --budget-value both say when the run ends; use one of them")
     # each layer overrules those before it: defaults, recipe, config file, command line
+    # a config that fedbench wrote says every field itself, and may be read where there is no recipe
+    whole = {flag.key for flag in flags_of(cls, cls.choices)} <= from_file.keys() | {"rounds"} and "recipe" not in on_line
     from_file = _without_overruled(cls, on_line, from_file)
     said = {**from_file, **on_line}
     preset = PRESETS[said.get("protocol", "clean")]
     recipe = said.get("recipe") or _recipe_of(preset.name)
-    said = {**(_published(cls) if recipe == "published" else {}), **said}
+    said = {**_recipe_fields(cls, recipe, said, whole), **said}
 
     protocol = dataclasses.replace(preset, **_fields_said(Protocol, said))
     # a rating split needs predicted ratings; an algorithm that can do both is told so unless the user chose
@@ -61,7 +65,7 @@ def _made(cls: type[Algorithm], said: Mapping[str, Any]) -> Algorithm:
 
 def _without_overruled(cls: type[Algorithm], on_line: dict[str, Any], from_file: dict[str, Any]) -> dict[str, Any]:
     """The config file's values without those that belong to a preset, recipe or budget that the command line replaces."""
-    kept = dict(from_file)
+    kept, said = dict(from_file), {**from_file, **on_line}
     dropped: set[str] = {"budget", "budget_value"} if "rounds" in on_line else {"rounds"} if "budget_value" in on_line else set()
     if "protocol" in on_line and from_file.get("protocol", on_line["protocol"]) != on_line["protocol"]:
         dropped |= {"recipe", *(field.name for field in dataclasses.fields(Protocol))}
@@ -69,12 +73,27 @@ def _without_overruled(cls: type[Algorithm], on_line: dict[str, Any], from_file:
     recipe = on_line.get("recipe") or (None if "recipe" in dropped else from_file.get("recipe"))
     recipe = recipe or _recipe_of(kept.get("protocol", on_line.get("protocol", "clean")))
     if (from_file.get("recipe") or recipe) != recipe:
-        dropped |= {"recipe", *cls.published}
+        dropped |= {"recipe", *_set_by(cls, recipe, said), *_set_by(cls, from_file.get("recipe"), said)}
     return {key: value for key, value in kept.items() if key not in dropped}
 
 
 def _recipe_of(preset: str) -> str:
     return "published" if preset == "published" else "clean"
+
+
+def _recipe_fields(cls: type[Algorithm], recipe: str, said: Mapping[str, Any], whole: bool) -> dict[str, Any]:
+    """What a recipe sets. `whole`: the config file says all of it already."""
+    if recipe == "tuned":
+        return {} if whole else recipes.tuned_fields(cls, said["dataset"])
+    return _published(cls) if recipe == "published" else {}
+
+
+def _set_by(cls: type[Algorithm], recipe: str | None, said: Mapping[str, Any]) -> set[str]:
+    """The fields that a recipe sets, or has set: those of a tuned one may be any that is declared as one to search."""
+    if recipe != "tuned":
+        return set(cls.published)
+    found = recipes.find(cls, said["dataset"]) if "dataset" in said else None
+    return {*search_space(cls), *(recipes.tuned_fields(cls, said["dataset"]) if found else ())}
 
 
 def _published(cls: type[Algorithm]) -> dict[str, Any]:

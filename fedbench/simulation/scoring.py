@@ -150,32 +150,42 @@ class Evaluator:
         return vmapped(getattr(self.algorithm, self.how), own, theirs)
 
     def sampled_ranks(self, store: ClientStore, answer: Answer) -> dict[str, np.ndarray]:
-        """{"val": [U], "test": [U]} among the sampled candidates."""
+        """{"val": [U], "test": [U]} among the sampled candidates; of a blind split "val" alone."""
         return self._ranks(store, answer, full=False)
 
     def full_ranks(self, store: ClientStore, answer: Answer) -> dict[str, np.ndarray]:
         """{"val": [U], "test": [U]} among all items outside the client's training items (for test, outside its validation item too)."""
+        if self.split.blind:
+            raise ValueError("a blind split has no test items to rank among all")
         return self._ranks(store, answer, full=True)
 
     def _ranks(self, store: ClientStore, answer: Answer, full: bool) -> dict[str, np.ndarray]:
         who = self.split.evaluated
-        out = np.zeros((2, len(who)), np.int64)
-        for clients, theirs, sent in self.groups(store, answer, self.split.items if full else 2 + 2 * self.split.test_candidates.shape[1]):
+        parts = ("val",) if self.split.blind else ("val", "test")
+        out = np.zeros((len(parts), len(who)), np.int64)
+        width = 2 + 2 * max(self.split.val_candidates.shape[1], self.split.test_candidates.shape[1])
+        for clients, theirs, sent in self.groups(store, answer, self.split.items if full else width):
             fresh, where = store.fresh(clients), clients.cpu().numpy()
-            if fresh is not None and fresh.all() and not sent:
+            if fresh is not None and fresh.all() and not sent and not self.split.blind:
                 found = self._at_start(store, clients)[2 * full : 2 * full + 2]
             else:
                 found = (self._full if full else self._sampled)(store, theirs, clients, where, sent)
             out[:, np.searchsorted(who, where)] = found
-        return {"val": out[0], "test": out[1]}
+        return dict(zip(parts, out, strict=True))
 
     def _sampled(self, store: ClientStore, answer: Answer, clients: Tensor, where: np.ndarray, sent: bool) -> np.ndarray:
-        """[2, C] ranks of the validation and test items of these clients among the sampled candidates; where: `clients` on the host."""
+        """[2, C] ranks of the validation and test items of these clients among the sampled candidates; where: `clients` on the host.
+
+        Of a blind split [1, C]: those of the validation items.
+        """
         split = self.split
-        lists = (split.val_item[where, None], split.val_candidates[where], split.test_item[where, None], split.test_candidates[where])
+        lists = [split.val_item[where, None], split.val_candidates[where]]
+        if not split.blind:
+            lists += [split.test_item[where, None], split.test_candidates[where]]
         items = torch.from_numpy(np.concatenate(lists, axis=1).astype(np.int64)).to(self.device)
         scores, width = self.settled(self.scores(store, answer, clients, sent, items), where), 1 + split.val_candidates.shape[1]
-        return torch.stack([ranks_among(scores[:, :width]), ranks_among(scores[:, width:])]).cpu().numpy()
+        parts = [scores[:, :width]] if split.blind else [scores[:, :width], scores[:, width:]]
+        return torch.stack([ranks_among(part) for part in parts]).cpu().numpy()
 
     def _full(self, store: ClientStore, answer: Answer, clients: Tensor, where: np.ndarray, sent: bool) -> np.ndarray:
         """[2, C] ranks of the validation and test items of these clients among all items that they have not met."""

@@ -57,10 +57,10 @@ class Parent:
         view = views.View.of(self._key, f"{crossed or self._kind}: {self._name}", self._children, runs, axes)
         return views.save(self._client, self._experiment_id, view)
 
-    def plain_link(self, metric: str) -> str:
+    def plain_link(self, metric: str, part: str = "test") -> str:
         """The address that shows the charts of the children; ordered by a metric, for otherwise the UI folds them into their parent."""
         charts = f"{mirror_process.ui_address(mirror_process.tracking_uri())}/{mirror_process.CHARTS.format(self._experiment_id)}"
-        order = quote(f"metrics.`best/test/{metric}`", safe="")
+        order = quote(f"metrics.`best/{part}/{metric}`", safe="")
         ascending = str(naming.SELECT[metric] < 0).lower()
         return f"{charts}&searchFilter={quote(self._children, safe='')}&orderByKey={order}&orderByAsc={ascending}"
 
@@ -118,6 +118,16 @@ class Parent:
         except MlflowException:
             return False
         return run is not None and (run.info.status, run.info.lifecycle_stage) == ("FINISHED", "active")
+
+    def add(self, out: Path, order: dict[str, Any], status: str, final: dict[str, float | str]) -> None:
+        """Make what has ended in a folder a child, or complete its copy; the folder then knows its MLflow run."""
+        self._guarded(lambda: self._add(out, order, status, final), 2)
+
+    def _add(self, out: Path, order: dict[str, Any], status: str, final: dict[str, float | str]) -> None:
+        copy = mirror_process.Copy({**order, "tags": {**order["tags"], run_log.CHILD_OF: self.run_id}})
+        copy.end(status, final, [])
+        known = files.read_json(out / "env.json")
+        files.write_json(out / "env.json", {**known, "mlflow_run_id": copy.run_id, "mlflow_copied": mirror_process.place(self._experiment)})
 
     def note(self, best: Collection[str], table: str, link: str | None) -> None:
         """What the UI shows on the parent's page: the best setting, where its charts and its folder are, and the table."""

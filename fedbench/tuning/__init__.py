@@ -1,0 +1,1 @@
+"""Searches for a method's settings, on validation alone."""
