@@ -183,8 +183,10 @@ class Stage(NamedTuple):
                                    ("max_samples", self.max_samples, 1)):  # fmt: skip
             if value is None and what != "epochs":
                 continue
-            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-                return f"{what} must be a whole number, {least} or more, not {value!r}"
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                return f"{what} must be a whole number, not {value!r}"
+            if value < least:
+                return f"{what} must be {least} or more, not {value}"
         said = (f"phase {place}: {problem}" for place, phase in enumerate(self.phases, 1) if (problem := phase.problem(held, sent)))
         if wrong := next(said, ""):
             return wrong
@@ -411,13 +413,19 @@ class Algorithm:
 
 
 def check_stages(algorithm: Algorithm, stages: tuple[Stage, ...], held: Collection[str], sent: Collection[str] = ()) -> None:
-    """Raise PluginError for local work that makes no sense to a client that holds these names and was sent those."""
-    hook = "stages" if type(algorithm).stages is not Algorithm.stages else "phases"
+    """Raise UsageError for local work that makes no sense to a client that holds these names and was sent those."""
+    cls = type(algorithm)
+
+    def wrong(said: str) -> UsageError:
+        # of a built-in method it is a flag that makes no sense, not a line of the method
+        return UsageError(f"{algorithm.name}: {said}") if cls.__module__.startswith("fedbench.") else fault(cls, hook, said)
+
+    hook = "stages" if cls.stages is not Algorithm.stages else "phases"
     if isinstance(stages, Stage) or not all(isinstance(stage, Stage) for stage in stages):
-        raise fault(type(algorithm), hook, "stages must return a tuple of Stage, such as (Stage(self.phases(sent)),)")
+        raise wrong("stages must return a tuple of Stage, such as (Stage(self.phases(sent)),)")
     for place, stage in enumerate(stages, 1):
         if problem := stage.problem(held, sent):
-            raise fault(type(algorithm), hook, f"{f'stage {place}: ' if len(stages) > 1 else ''}{problem}")
+            raise wrong(f"{f'stage {place}: ' if len(stages) > 1 else ''}{problem}")
 
 
 def nearest(word: str, known: Collection[str]) -> str:
