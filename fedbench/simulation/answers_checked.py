@@ -69,6 +69,8 @@ class Seen:
     """of what the server holds or sends to one client each"""
     whole: set[str] = field(default_factory=set)
     """of what `travels_whole` names"""
+    solved: set[str] = field(default_factory=set)
+    """of those that `solve` returned and nobody holds"""
     last: str = ""
     """the function that was called last"""
     again: Counter[str] = field(default_factory=Counter)
@@ -408,9 +410,14 @@ def _values(tensor: Tensor) -> Tensor | None:
 def _solve(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
     held = given[0]
     for name, value in _tensors(cls, "solve", found).items():
-        if name not in held:
-            raise fault(cls, "solve", f"solve returned {name!r}, which the client does not hold{meant(name, held)}; receive must make it")
-        if value.shape != held[name].shape:
+        if name not in held:  # `upload` may read it, and clients that keep nothing score with it
+            said = f"solve returned {name!r}, which the client does not hold{meant(name, held)}"
+            if meant(name, held) and not cls.reconstructs:
+                raise fault(cls, "solve", said)
+            if not cls.reconstructs and name not in seen.solved:
+                log.warning("%s: %s; it replaces nothing", where(cls, "solve"), said)
+            seen.solved.add(name)
+        elif value.shape != held[name].shape:
             raise fault(cls, "solve", f"solve returned {name!r} as {list(value.shape)}; it is held as {list(held[name].shape)}")
 
 
