@@ -15,13 +15,14 @@ from fedbench.contract import registry
 from fedbench.testing.algorithm_tests import AlgorithmTests
 
 TEMPLATE = Path(__file__).parents[1] / "algorithms" / "_template.py"
+SCORE = 'return sent["items"] @ own["user"]'
 LOSS = 'return bce(held["items"][batch.items] @ held["user"], batch)'
 
 
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Counts padding and uploads what is private."""
-    source = TEMPLATE.read_text(encoding="utf-8").replace(LOSS, f'{LOSS} + (held["items"] ** 2).mean()')
+    """Scores an item by the others beside it and uploads what is private."""
+    source = TEMPLATE.read_text(encoding="utf-8").replace(SCORE, f"{SCORE} - (sent['items'] @ own['user']).sum()")
     path = tmp_path_factory.mktemp("wrong") / "wrong.py"
     path.write_text(source.replace('held["items"] - sent["items"]}', 'held["items"] - sent["items"], "user": held["user"]}'))
     return path
@@ -40,8 +41,7 @@ def test_the_template_passes_and_is_no_algorithm(capsys: pytest.CaptureFixture[s
 def test_a_mistake_is_named_with_its_cure(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(wrong)]) == 1
     said = capsys.readouterr().out
-    assert "FAILED   equals the loop: round 1, upload: items.value differs by " in said
-    assert "padding is counted: weigh samples by batch.weight and held rows by batch.rows" in said
+    assert "FAILED   works row by row: score of some rows: score differs by " in said
     assert "FAILED   private state never shows in upload: upload sends 'user', which is private" in said
     assert "ok       resumes bit for bit" in said and "checks FAILED" in said
 
@@ -51,7 +51,16 @@ def test_names_that_may_leave_and_json(wrong: Path, capsys: pytest.CaptureFixtur
     found = json.loads(capsys.readouterr().out)
     results = {one["name"]: one["result"] for one in found["checks"]}
     assert not found["passed"] and found["algorithm"] == "template"
-    assert results["private state never shows in upload"] == "ok" and results["equals the loop"] == "FAILED"
+    assert results["private state never shows in upload"] == "ok" and results["works row by row"] == "FAILED"
+
+
+def test_padding_that_is_counted_is_named_by_the_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = TEMPLATE.read_text(encoding="utf-8").replace(LOSS, f'{LOSS} + (held["items"] ** 2).mean()')
+    (tmp_path / "odd.py").write_text(source)
+    assert main(["check", str(tmp_path / "odd.py")]) == 1
+    said = capsys.readouterr().out
+    assert "FAILED   rehearsal" in said and "in loss: " in said
+    assert "padding is counted: weigh samples by batch.weight and held rows by batch.rows" in said
 
 
 def test_a_mistake_of_the_rehearsal_ends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,37 @@ class Decayed(Additive):
         return super().loss(held, sent, batch) * np.tanh(self.context.round / 2)
 
 
+class OneANumber(Additive):
+    """Tables of one number a row, shared and personal, whose gradients are clipped together."""
+
+    tables: ClassVar[Mapping[str, str]] = {"items": SHARED, "personal": OWN, "bias": SHARED, "mine": OWN}
+
+    def init_server(self, world: World, draw: Draw) -> Tensors:
+        return {**super().init_server(world, draw), "bias": draw.normal("bias", world.items)}
+
+    def init_client(self, world: World, draw: Draw) -> Tensors:
+        return {**super().init_client(world, draw), "mine": draw.normal("mine", world.items)}
+
+    def answer(self, server: Tensors) -> Answer:
+        return Answer(shared=server)
+
+    def phases(self, sent: Tensors) -> tuple[Phase, ...]:
+        return (Phase(("head", "personal", "items", "bias", "mine"), 0.2, "sgd", clip=0.3),)
+
+    def loss(self, held: Tensors, sent: Tensors, batch: Batch) -> Tensor:
+        rows = held["items"] + held["personal"]
+        return bce(rows[batch.items] @ held["head"] + (held["bias"] * held["mine"])[batch.items], batch)
+
+    def upload(self, held: Tensors, sent: Tensors, samples: Tensor) -> Tensors:
+        return {name: held[name] - sent[name] for name in ("items", "bias")}
+
+    def aggregate(self, server: Tensors, uploads: Uploads, draw: Draw) -> Tensors:
+        return {name: value + uploads.rows(name).combine(len(value), "touching") for name, value in server.items()}
+
+    def score(self, own: Tensors, sent: Tensors) -> Tensor:
+        return super().score(own, sent) + sent["bias"] * own["mine"]
+
+
 class Pulled(Additive):
     """Every row of the personal table is pulled to the server's, touched or not; two optimizers in turn move it."""
 
@@ -195,7 +226,7 @@ class CommonAndPersonal(Personal):
 
 
 EVERY = [
-    *(Additive, Decayed, Pulled, PulledToSent, Merging, Forgetful, KeepsHead, SendsBoth, SendsKept, ForgetsAndSends, Personal),
+    *(Additive, Decayed, OneANumber, Pulled, PulledToSent, Merging, Forgetful, KeepsHead, SendsBoth, SendsKept, ForgetsAndSends, Personal),
     CommonAndPersonal,
 ]
 

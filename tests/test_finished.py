@@ -75,6 +75,22 @@ def test_the_same_command_says_finished(tmp_path: Path, capsys: pytest.CaptureFi
     assert written(out) == before and files(out) == there
 
 
+def test_a_result_that_its_rounds_contradict_is_not_told_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "r"
+    assert cli.main(command(FEDMF, out)) == 0
+    path = out / "summary.json"
+    honest = json.loads(path.read_text())
+    for part, name, value in (("test", "hr_10", 0.99), ("val", "ndcg_10", 0.5), ("", "best_round", honest["best_round"] % 3 + 1)):
+        changed = {**honest, **({part: {**honest[part], name: value}} if part else {name: value})}
+        path.write_text(json.dumps(changed))
+        capsys.readouterr()
+        assert cli.main(command(FEDMF, out)) == 3
+        said = capsys.readouterr().err
+        assert f"{path} was changed after the run" in said and (name in said or not part), said
+    path.write_text(json.dumps(honest))
+    assert cli.main(command(FEDMF, out)) == 0
+
+
 def test_another_file_of_the_same_name_is_not_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     method = tmp_path / "mine.py"
     method.write_text((ROOT / "algorithms" / "popularity.py").read_text().replace('"popularity"', '"mine"'))

@@ -140,7 +140,8 @@ def test_built_ins_have_kernels_and_equal_their_own_code(name: str) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        "def loss(self, held, sent, batch): return super().loss(held, sent, batch) + 100 * (held['items'][batch.items] ** 2).sum()",
+        "def loss(self, held, sent, batch): return super().loss(held, sent, batch) "
+        "+ 100 * (batch.weight[:, None] * held['items'][batch.items] ** 2).sum()",
         pytest.param(
             "def stages(self, sent): return tuple(stage._replace(max_steps=2) for stage in super().stages(sent))", marks=pytest.mark.long
         ),

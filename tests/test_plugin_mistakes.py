@@ -20,6 +20,8 @@ import torch
 from fedbench.contract.algorithm import SHARED, Algorithm, Answer, Phase, Stage, bce
 from fedbench.contract.registry import register
 
+COUNT = []
+
 
 @register("mine", summary="items shared, users private")
 @dataclass(frozen=True)
@@ -76,6 +78,15 @@ OWN = """tables = {"items": SHARED, "bias": SHARED, "extra": "own"}
         return {"user": draw.normal("user", self.dim), "extra": draw.zeros(world.items, self.dim)}
 
     """
+ANSWER = "return Answer(shared=server)"
+MAIL = "return Answer(server, {{'anchor': server['bias'][:3, None]}}, torch.full((self.context.world.clients,), {}))"
+SOLVE = """def stages(self, sent):
+        return (Stage(), Stage(self.phases(sent)))
+
+    def solve(self, held, sent, batch):
+        return {}
+
+    def helper"""
 
 
 def more(head: str, body: str) -> str:
@@ -223,10 +234,122 @@ MISTAKES = {
     "bits below 0": (HELPER, more("bits(self, world)", "return {'items': -1}"), "", "bits", "'items' is -1; expected a number"),
     "bits of no name": (HELPER, more("bits(self, world)", "return {'itemz': 1}"), "", "bits", "did you mean 'items'"),
     "bits in one number": (HELPER, more("bits(self, world)", "return 4"), "", "bits", "returned a int; expected a dict"),
+    "bits beside a dict": (HELPER, more("travels_whole(self, world)", "return ['items']"), "", "travels_whole", "returned a list"),
+    "rows of no table": (HELPER, more("travels_whole(self, world)", "return {'itmes': 3}"), "", "travels_whole", "did you mean 'items'"),
+    "extra of a number": (HELPER, more("extra(self, when)", "return 3"), "", "extra", "expected an Extra"),
+    "a cohort of nobody": (HELPER, more("cohort(self, clients)", "return 0"), "", "cohort", "1 or more"),
+    "choose of clients that are not there": (
+        HELPER,
+        more("choose(self, server, world, n, draw)", "return torch.arange(n) + 999"),
+        "",
+        "choose",
+        "such as 999",
+    ),
+    "a slot that is no row": (ANSWER, MAIL.format(-2), "", "answer", "slots from -2 to -2.*expected -1"),
+    "a slot behind the last row": (ANSWER, MAIL.format(3), "", "answer", "'anchor' has 3 rows"),
+    "a slot that is no number of a row": (ANSWER, MAIL.format(1.5), "", "answer", "expected whole numbers"),
+    "solve of an unknown name": (HELPER, SOLVE.format("{'usr': held['user']}"), "", "solve", "did you mean 'user'"),
+    "solve of another shape": (HELPER, SOLVE.format("{'user': held['user'][:2]}"), "", "solve", r"as \[2\]; it is held as \[16\]"),
+    "solve that counts padding": (
+        HELPER,
+        SOLVE.format("{'user': held['items'][batch.items].mean(0)}"),
+        "",
+        "solve",
+        "padding is counted",
+    ),
+    "aggregate that divides 0 by 0": (
+        AGGREGATE,
+        "return {name: table * 0 / 0 for name, table in server.items()}",
+        "",
+        "aggregate",
+        "nan of",
+    ),
+    # ---- what shows only when it is asked again
+    "a score by position": (SCORE, "return -torch.arange(len(sent['items'])).to(own['user'])", "", "score", "reads the position"),
+    "a score that settles ties by position": (
+        SCORE,
+        "return (sent['items'] @ own['user']) * 0 - 1e-6 * torch.arange(len(sent['items']))",
+        "",
+        "score",
+        "reads the position",
+    ),
+    "a loss without a gradient": (LOSS, "with torch.no_grad():\n            " + LOSS, "", "loss", "has no gradient"),
+    "a loss of what is detached": (
+        LOSS,
+        "held = {name: value.detach() for name, value in held.items()}\n        " + LOSS,
+        "",
+        "loss",
+        "has no gradient",
+    ),
+    "a loss over padding": (
+        LOSS,
+        "return ((held['items'][batch.items] @ held['user'] + held['bias'][batch.items] - batch.label) ** 2).mean()",
+        "",
+        "loss",
+        "padding is counted",
+    ),
+    "a loss over padded rows": (LOSS, LOSS + " + (held['items'] ** 2).sum()", "", "loss", "padding is counted"),
+    "own chance in loss": (LOSS, "import random\n        " + LOSS + " * (1 + random.random())", "", "loss", "asked the same again"),
+    "own chance in aggregate": (
+        AGGREGATE,
+        "return {name: torch.randn_like(table) for name, table in server.items()}",
+        "",
+        "aggregate",
+        "asked the same again",
+    ),
+    "own chance in init_client": (
+        CLIENT,
+        "return {'user': torch.randn(len(draw.clients), self.dim)}",
+        "",
+        "init_client",
+        "asked the same again",
+    ),
+    "state outside the tensors": (LOSS, "COUNT.append(1)\n        " + LOSS + " * len(COUNT)", "", "loss", "asked the same again"),
+    # ---- exceptions that none of its lines raises
+    "a phase of no names": ('("user", "items", "bias"), self.lr', "None, self.lr", "", "phases", "names must be a tuple"),
+    "a phase that pulls nothing": ('"bias"), self.lr)', '"bias"), self.lr, pull=None)', "", "phases", "pull must map names"),
+    "a name twice in a phase": ('("user", "items", "bias")', '("user", "user")', "", "phases", "moves 'user' twice"),
+    "half a step": (HELPER, more("stages(self, sent)", "return (Stage(self.phases(sent), max_steps=1.5),)"), "", "stages", "not 1.5"),
+    "a stage without epochs": (
+        HELPER,
+        more("stages(self, sent)", "return (Stage(self.phases(sent), epochs=None),)"),
+        "",
+        "stages",
+        "epochs must be a whole number",
+    ),
+    "receive that renames": (HELPER, more("receive(self, own, sent)", "return {'u': own['user'], **sent}"), "", "phases", "moves 'user'"),
+    "a loss that is not written yet": (LOSS, "raise NotImplementedError('later')  # HERE", "", "loss", "NotImplementedError: later"),
+    "for_new_users without return": (HELPER, more("for_new_users(self, server)", "pass"), "", "for_new_users", "returned None"),
+    "a property of another kind": (
+        HELPER,
+        "@property\n    def predicts_ratings(self):\n        return 'no'\n\n    " + HELPER,
+        "",
+        "predicts_ratings",
+        "must be True or False",
+    ),
     # ---- uploads
     "dense for rows": (AGGREGATE, "return {**server, 'items': uploads.dense('items').sum(0)}  # HERE", "", "aggregate", "uploads.rows"),
     "an unknown upload": (AGGREGATE, "uploads.rows('itemz')  # HERE", "", "aggregate", "no client uploads 'itemz'.*did you mean 'items'"),
     "an unknown average": ("size, self.average)", "size, 'mean')", AGGREGATE, "aggregate", "combined by sum, cohort, touching"),
+    "rows of too few items": (AGGREGATE, "uploads.rows('items').combine(3, 'sum')  # HERE", "", "aggregate", r"\d+ items here, not 3"),
+    "rows of too many items": (AGGREGATE, "uploads.rows('items').combined(10**6, 'sum')  # HERE", "", "aggregate", "not 1000000"),
+    "senders of too few items": (AGGREGATE, "uploads.rows('items').senders(len(uploads.clients))  # HERE", "", "aggregate", "items here"),
+    "pairs of too few items": (AGGREGATE, "uploads.rows('bias').gram(3)  # HERE", "", "aggregate", r"\d+ items here, not 3"),
+    "pairs of long rows": (AGGREGATE, "uploads.rows('items').gram(size)  # HERE", "", "aggregate", "rows of one number each"),
+    "rows that lie outside": (
+        AGGREGATE,
+        "r = uploads.rows('items')\n        r._replace(item=r.item + 10**9).combine(size, 'sum')  # HERE",
+        "",
+        "aggregate",
+        "outside a table",
+    ),
+    "weights of other clients": (
+        AGGREGATE,
+        "uploads.rows('items').combine(size, 'sum', torch.ones(999))  # HERE",
+        "",
+        "aggregate",
+        r"tensor of shape \[\d+\], a number a client",
+    ),
     "a sum that is none": (AGGREGATE, "uploads.total('items')  # HERE", "", "aggregate", "summed"),
     # ---- the class
     "a misspelt hook": ("def aggregate(", "def agregate(", "", "agregate", "did you mean 'aggregate'"),
@@ -262,6 +385,28 @@ MISTAKES = {
     "a published key of no field": ('published = {"average"', 'published = {"avarage"', "", "published", "did you mean 'average'"),
     "a published value outside": ('published = {"average": "cohort"', 'published = {"average": "all"', "", "published", "must be one of"),
     "tables in one word": ('tables = {"items": SHARED, "bias": SHARED}', 'tables = "items"', "", "tables", "dict that says who keeps each"),
+    "arguments in another order": ("(self, held, sent, batch)", "(self, sent, held, batch)", "", "loss", "in this order"),
+    "a hook by another name": (HELPER, more("choose_clients(self, server, world, n, draw)", "pass"), "", "choose_clients", "mean 'choose'"),
+    "a hook by a third name": (HELPER, more("select(self, server, world, n, draw)", "pass"), "", "select", "mean 'choose'"),
+    "init_client by another name": ("def init_client(", "def client_init(", "", "client_init", "did you mean 'init_client'"),
+    "init_server by another name": ("def init_server(", "def server_init(", "", "server_init", "did you mean 'init_server'"),
+    "init of something": ("def init_client(", "def init(", "", "init", "did you mean 'init_client'"),
+    "check by another name": (HELPER, more("check_flags(self)", "pass"), "", "check_flags", "did you mean 'check'"),
+    "sums of a misspelt name": (HELPER, 'summed = ("itmes",)\n\n    ' + HELPER, "", "summed", "did you mean 'items'"),
+    "pairs of a misspelt name": (HELPER, 'paired = ("itmes",)\n\n    ' + HELPER, "", "paired", "did you mean 'items'"),
+    "rows a client of a misspelt name": (
+        HELPER,
+        'per_client_server_state = ("itmes",)\n\n    ' + HELPER,
+        "",
+        "per_client_server_state",
+        "did you mean 'items'",
+    ),
+    "a later field that is none": (HELPER, 'later = ("lrr",)\n\n    ' + HELPER, "", "later", "did you mean 'lr'"),
+    "a rating split that is none": (HELPER, 'rating_split = "kfld"\n\n    ' + HELPER, "", "rating_split", "did you mean 'kfold'"),
+    "federated in a word": (HELPER, 'federated = "yes"\n\n    ' + HELPER, "", "federated", "must be True or False"),
+    "federated is not": (HELPER, "federated = False\n\n    " + HELPER, "", "federated", "derive from Central"),
+    "a field that is a flag of every run": ("lr: float = 0.02", "seed: int = 2\n    lr: float = 0.02", "", "seed", "a flag of every run"),
+    "an __init__ of its own": (HELPER, more("__init__(self)", "pass"), "", "__init__", "its fields are its flags"),
     "no dataclass": ("@dataclass(frozen=True)\n", "", "", "Mine", "put @dataclass"),
     "a field that hides a hook": ("lr: float = 0.02", "score: float = 0.02", "", "score", "hides|must be a function"),
 }
@@ -277,6 +422,39 @@ AT_IMPORT = {
     ),
     "a module that is not there": ("import torch\n", "import torhc  # HERE\n", "ModuleNotFoundError"),
     "a syntax error": ("import torch\n", "import = torch  # HERE\n", "SyntaxError"),
+}
+
+GOOD_CENTRAL = '''"""All data in one place."""
+from dataclasses import dataclass
+import torch
+from fedbench.contract import Central
+
+
+@dataclass(frozen=True)
+class Mine(Central):
+    rounds: int = 1
+
+    def init_server(self, world, draw):
+        return {"user": draw.normal("u", world.clients, self.dim), "items": draw.normal("i", world.items, self.dim)}
+
+    def epoch(self, server, pool, draw, kernels):
+        return server, pool.label.mean()
+'''
+EPOCH = "return server, pool.label.mean()"
+CENTRAL = {
+    "no epoch": (GOOD_CENTRAL[GOOD_CENTRAL.index("    def epoch") :], "", "Mine", "has no function epoch"),
+    "a misspelt epoch": ("def epoch(", "def epok(", "epok", "did you mean 'epoch'"),
+    "an epoch with too few arguments": ("pool, draw, kernels)", "pool)", "epoch", r"epoch\(self, server, pool, draw, kernels\)"),
+    "an epoch without return": (EPOCH, "pass", "epoch", "returned None.*two things"),
+    "an epoch that returns the server alone": (EPOCH, "return server", "epoch", "returned a dict; expected two things"),
+    "an epoch that returns the loss first": (EPOCH, "return pool.label.mean(), server", "epoch", "server's dict of tensors, then the mean"),
+    "a loss for each sample": (EPOCH, "return server, pool.label", "epoch", "the mean loss, one number"),
+    "a loss that is nan": (EPOCH, "return server, pool.label.mean() * float('nan')", "epoch", "is nan in the first rounds"),
+    "an epoch that drops a name": (EPOCH, "return {'user': server['user']}, 0.5", "epoch", "drops 'items'"),
+    "an epoch that changes a shape": (EPOCH, "return {**server, 'items': server['items'][:3]}, 0.5", "epoch", r"as \[3, 16\]; it was"),
+    "an epoch in place": (EPOCH, "server['items'] += 1; " + EPOCH, "epoch", "in place"),
+    "no user": ('"user": draw.normal("u", world.clients, self.dim), ', "", "init_server", "must make 'user'"),
+    "too few users": ("world.clients", "5", "init_server", "must make 'user' with world.clients rows"),
 }
 
 
@@ -328,6 +506,54 @@ def test_a_mistake_names_file_line_and_function(mistake: str, tmp_path: Path, ca
     assert re.search(words, said), said
 
 
+@pytest.mark.parametrize("mistake", CENTRAL)
+def test_a_mistake_in_a_centralised_method(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new, function, words = CENTRAL[mistake]
+    assert old in GOOD_CENTRAL
+    said = error_of(tmp_path, *started(tmp_path, GOOD_CENTRAL.replace(old, new, 1), capsys))
+    assert re.search(rf"plug_in.py, line \d+, in {function}: ", said) and re.search(words, said), said
+
+
+@pytest.mark.parametrize("loss", ["pool.label.mean()", "0.5"])
+def test_a_centralised_method_may_return_its_loss_as_a_number(loss: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = started(tmp_path, GOOD_CENTRAL.replace("pool.label.mean()", loss), capsys)
+    assert code == 0, said
+
+
+UNSURE = {
+    "a name that the loss detaches": (
+        LOSS,
+        LOSS.replace('held["user"]', 'held["user"].detach()'),
+        "loss",
+        "the gradient of loss is 0 for it",
+    ),
+    "sums of a name that is not uploaded": (
+        HELPER,
+        'summed = ("statistic",)\n\n    ' + HELPER,
+        "summed",
+        "upload returns no such name with these",
+    ),
+}
+"""what may be meant: it runs, and a warning names file, line and function"""
+
+
+@pytest.mark.parametrize("doubt", UNSURE)
+def test_what_may_be_meant_is_a_warning(
+    doubt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new, function, words = UNSURE[doubt]
+    code, said = started(tmp_path, GOOD.replace(old, new, 1), capsys)
+    assert code == 0 and re.search(rf"plug_in.py, line \d+, in {function}: .*{words}", said + caplog.text), said
+
+
+@pytest.mark.parametrize(
+    "score", ["(sent['items'] @ own['user']).softmax(0)", "-(sent['items'] @ own['user']).argsort().argsort().to(own['user'])"]
+)
+def test_a_score_may_look_at_all_candidates(score: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = started(tmp_path, GOOD.replace(SCORE, f"x = sent['items'] @ own['user']\n        return {score}"), capsys)
+    assert code == 0, said
+
+
 @pytest.mark.parametrize("mistake", AT_IMPORT)
 def test_a_mistake_at_import_names_file_and_line(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new, words = AT_IMPORT[mistake]
@@ -351,6 +577,13 @@ def test_a_mistake_that_only_shows_later_is_the_plug_ins_too(tmp_path: Path, cap
     code, said = started(tmp_path, source, capsys)
     number = source[: source.index("# HERE")].count("\n") + 1
     assert code == 2 and f"plug_in.py, line {number}, in aggregate: AssertionError: all" in said and "internal" not in said
+
+
+def test_an_error_that_a_method_raises_on_purpose_has_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = GOOD.replace(LOSS, "from fedbench.contract import UsageError\n        raise UsageError('odd')  # HERE")
+    code, said = started(tmp_path, source, capsys)
+    number = source[: source.index("# HERE")].count("\n") + 1
+    assert code == 2 and f"plug_in.py, line {number}, in loss: odd" in said
 
 
 def test_rows_under_a_name_that_is_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,6 +76,32 @@ def worse(content: dict[str, Any], everywhere: bool) -> None:
         content["rounds"][content["result"]["best_round"] - 1]["test/ndcg_10"] += 0.02
 
 
+def hidden(content: dict[str, Any]) -> None:
+    """The metrics of all rounds but one are gone, and that one is reported as excellent."""
+    best = 1 if content["result"]["best_round"] != 1 else 2
+    for line in content["rounds"]:
+        for key in [key for key in line if key.startswith(("val/", "test/")) and line["round"] != best]:
+            del line[key]
+    content["result"]["best_round"] = best
+
+
+def unfounded(content: dict[str, Any]) -> None:
+    """No round says any metric, and the result is excellent."""
+    for line in content["rounds"]:
+        for key in [key for key in line if key.startswith(("val/", "test/"))]:
+            del line[key]
+    content["result"]["test"] = dict.fromkeys(content["result"]["test"], 0.99)
+
+
+def moved(content: dict[str, Any]) -> None:
+    """Another round is reported, with its own metrics."""
+    best = content["result"]["best_round"] = content["result"]["best_round"] % 4 + 1
+    for key, value in content["rounds"][best - 1].items():
+        part, _, name = key.partition("/")
+        if part in ("val", "test"):
+            content["result"][part][name] = value
+
+
 TAMPERED: list[tuple[Callable[[dict[str, Any]], object], bool, str]] = [
     (lambda c: worse(c, False), False, "the file was changed after it was written"),
     (lambda c: worse(c, False), True, "in its result and"),
@@ -94,6 +120,14 @@ TAMPERED: list[tuple[Callable[[dict[str, Any]], object], bool, str]] = [
     (lambda c: c["result"].update(bytes_up=5), True, "bytes_up is 5 in its result"),
     (lambda c: c["result"].update(seed=3), True, "its config has seed 0, it says 3"),
     (lambda c: c.update(algo="fedem"), True, "its config has algo fedmf, it says fedem"),
+    (hidden, True, "in its result and"),
+    (unfounded, True, "is in its result and not in round"),
+    (lambda c: (hidden(c), c["result"].update({part: {} for part in ("val", "test")})), True, "and not in its result"),
+    (moved, True, "validation chooses round"),
+    (lambda c: c["rounds"][c["result"]["best_round"] % 4].pop("test/hr_10"), True, "test/hr_10 is None in the file"),
+    (lambda c: c["result"]["test"].update(new=0.99), True, "test/new is in its result and not in round"),
+    (lambda c: c["result"].pop("popularity"), True, "popularity/mrr is None in the file"),
+    (lambda c: c["result"].update(beats_popularity=not c["result"]["beats_popularity"]), True, "beats_popularity is"),
     (lambda c: c.update(commit="0" * 40), False, "the file was changed after it was written"),
 ]
 

@@ -161,7 +161,7 @@ def guard(command: Command, argv: list[str]) -> int:
         sys.stdout.flush()
         return code
     except FedbenchError as error:
-        return report_error(str(error), error.exit_code, debug)
+        return report_error(_placed(error), error.exit_code, debug)
     except MemoryError:
         return report_error("not enough memory; lower --dim, --negatives, --block-rows or the data's size", 1, debug)
     except KeyboardInterrupt as end:
@@ -190,6 +190,15 @@ def _blamed(error: BaseException) -> str:
     from fedbench.contract import plugin_errors
 
     return str(plugin_errors.blame(error) or "")
+
+
+def _placed(error: FedbenchError) -> str:
+    """What to say of an error, with its place in an algorithm's code if that raised it."""
+    if "fedbench.contract.plugin_errors" not in sys.modules or not isinstance(error, UsageError):
+        return str(error)
+    from fedbench.contract import plugin_errors
+
+    return plugin_errors.placed(error)
 
 
 def _exit_code(command: Command, argv: list[str]) -> int:

@@ -81,8 +81,8 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="fedbench-verify-") as place:
         config = config_of(content, given, Path(place))
         refuse_others(content, given.file, config)
-        found = compared(content, config, rounds, given.out or Path(place) / "run") if rounds else []
-    return judged(content, given, rounds, found)
+        found, chosen = compared(content, config, rounds, given.out or Path(place) / "run") if rounds else ([], None)
+    return judged(content, given, rounds, found, chosen)
 
 
 def config_of(content: dict[str, Any], given: argparse.Namespace, place: Path) -> RunConfig:
@@ -132,8 +132,8 @@ def refuse_others(content: dict[str, Any], file: Path, config: RunConfig) -> Non
         raise FedbenchError(f"refused: {file}: {'; '.join(wrong)}")
 
 
-def compared(content: dict[str, Any], config: RunConfig, rounds: int, out: Path) -> list[submission.Difference]:
-    """Every number of the submission beside that of the run made again, or of its first rounds."""
+def compared(content: dict[str, Any], config: RunConfig, rounds: int, out: Path) -> tuple[list[submission.Difference], int | None]:
+    """Every number of the submission beside that of the run made again, or of its first rounds; and the round that all of it reports."""
     whole = rounds == content["result"]["rounds"]
     config = dataclasses.replace(config, out=out)
     if not whole:  # the algorithm keeps its number of rounds, which a schedule may depend on
@@ -141,11 +141,16 @@ def compared(content: dict[str, Any], config: RunConfig, rounds: int, out: Path)
     with redirect_stdout(StringIO()):
         summary = run.run(config)
     lines = run_folder.read_rounds(out)
-    return list(submission.differences(content, lines, summary if whole else None))
+    return list(submission.differences(content, lines, summary if whole else None)), summary["best_round"] if whole else None
 
 
-def judged(content: dict[str, Any], given: argparse.Namespace, rounds: int, found: Sequence[submission.Difference]) -> int:
-    """Say what was found and write it down if asked; raise if a number differs by more than the tolerance."""
+def judged(
+    content: dict[str, Any], given: argparse.Namespace, rounds: int, found: Sequence[submission.Difference], chosen: int | None = None
+) -> int:
+    """Say what was found and write it down if asked; raise if a number differs by more than the tolerance.
+
+    chosen: the round that the run made again reports.
+    """
     off = [one for one in found if not one.size <= given.tolerance]
     if off:
         worst = max(off, key=lambda one: one.size)
@@ -160,6 +165,8 @@ def judged(content: dict[str, Any], given: argparse.Namespace, rounds: int, foun
     say(f"verified  {given.file}: {part}")
     if found:
         say(f"{len(found):,} numbers compared, the largest difference is {largest:.2g} (tolerance {given.tolerance})")
+    if chosen not in (None, best := content["result"]["best_round"]):
+        say(f"here round {chosen} is a little better than round {best}, which the file reports: its full ranking was not compared")
     if given.record:
         env = environment()
         record = {"digest": content["digest"], "rounds": rounds, "of": total, "numbers": len(found), "largest": largest}

@@ -14,6 +14,7 @@ import copy
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fedbench import text
+from fedbench.contract.plugin_errors import fault
 from fedbench.contract.search import tuned
 from fedbench.errors import UsageError
 
@@ -112,6 +114,10 @@ class Phase(NamedTuple):
         """What is wrong with it for a client that holds these names and was sent those; "" if nothing is."""
         if isinstance(self.names, str) or not self.names:
             return f"names must be a tuple of the tensors it moves, such as ('items',), not {self.names!r}"
+        if not isinstance(self.names, tuple | list) or not all(isinstance(name, str) for name in self.names):
+            return f"names must be a tuple of the tensors it moves, such as ('items',), not {self.names!r}"
+        if twice := [name for name in self.names if list(self.names).count(name) > 1]:
+            return f"it moves {twice[0]!r} twice; name it once"
         if unknown := [name for name in self.names if name not in held]:
             return f"it moves {unknown[0]!r}, which the client does not hold{nearest(unknown[0], held)}"
         if self.optimizer not in OPTIMIZERS:
@@ -132,6 +138,8 @@ class Phase(NamedTuple):
         return self._pull_problem({*held, *sent})
 
     def _pull_problem(self, known: Collection[str]) -> str:
+        if not isinstance(self.pull, Mapping):
+            return f"pull must map names to Pull(target, weight), not be {self.pull!r}"
         for name, pull in self.pull.items():
             if name not in self.names:
                 return f"it pulls {name!r}, which it does not move{nearest(name, self.names)}"
@@ -139,8 +147,8 @@ class Phase(NamedTuple):
                 return f"pull must map names to Pull(target, weight), not {name!r} to {pull!r}"
             if pull.target not in known:
                 return f"it pulls {name!r} to {pull.target!r}, which the client neither holds nor was sent{nearest(pull.target, known)}"
-            if not (math.isfinite(pull.weight) and pull.weight >= 0):
-                return f"the weight of a pull must be 0 or more, not {pull.weight}"
+            if not isinstance(pull.weight, int | float) or not (math.isfinite(pull.weight) and pull.weight >= 0):
+                return f"the weight of a pull must be a number, 0 or more, not {pull.weight!r}"
         return ""
 
     def rate(self, name: str) -> float:
@@ -167,20 +175,27 @@ class Stage(NamedTuple):
 
     def problem(self, held: Collection[str], sent: Collection[str] = ()) -> str:
         """What is wrong with it for a client that holds these names and was sent those; "" if nothing is."""
-        if isinstance(self.phases, Phase) or not all(isinstance(phase, Phase) for phase in self.phases):
+        several = isinstance(self.phases, tuple | list) and not isinstance(self.phases, Phase)
+        if not several or not all(isinstance(phase, Phase) for phase in self.phases):
             return "phases must be a tuple of Phase, such as (Phase(('items',), 0.1),)"
         if self.part not in PARTS:
             return f"there is no part {self.part!r} of the samples{nearest(self.part, PARTS)}"
         for what, value, least in (("epochs", self.epochs, 0), ("batch_size", self.batch_size, 1), ("max_steps", self.max_steps, 0),
                                    ("max_samples", self.max_samples, 1)):  # fmt: skip
-            if value is not None and value < least:
+            if value is None and what != "epochs":
+                continue
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                return f"{what} must be a whole number, not {value!r}"
+            if value < least:
                 return f"{what} must be {least} or more, not {value}"
+        said = (f"phase {place}: {problem}" for place, phase in enumerate(self.phases, 1) if (problem := phase.problem(held, sent)))
+        if wrong := next(said, ""):
+            return wrong
         moved = {name for phase in self.phases for name in phase.names} - {*sent}
         for target in (pull.target for phase in self.phases for pull in phase.pull.values() if isinstance(pull, Pull)):
             if target in moved:
                 return f"rows are pulled to {target!r}, which moves itself; pull them to what was sent, or to a tensor that no phase moves"
-        said = (f"phase {place}: {problem}" for place, phase in enumerate(self.phases, 1) if (problem := phase.problem(held, sent)))
-        return next(said, "")
+        return ""
 
 
 @dataclass(frozen=True)
@@ -400,11 +415,18 @@ class Algorithm:
 
 def check_stages(algorithm: Algorithm, stages: tuple[Stage, ...], held: Collection[str], sent: Collection[str] = ()) -> None:
     """Raise UsageError for local work that makes no sense to a client that holds these names and was sent those."""
+    cls = type(algorithm)
+
+    def wrong(said: str) -> UsageError:
+        # of a built-in method it is a flag that makes no sense, not a line of the method
+        return UsageError(f"{algorithm.name}: {said}") if cls.__module__.startswith("fedbench.") else fault(cls, hook, said)
+
+    hook = "stages" if cls.stages is not Algorithm.stages else "phases"
     if isinstance(stages, Stage) or not all(isinstance(stage, Stage) for stage in stages):
-        raise UsageError(f"{algorithm.name}: stages must return a tuple of Stage, such as (Stage(self.phases(sent)),)")
+        raise wrong("stages must return a tuple of Stage, such as (Stage(self.phases(sent)),)")
     for place, stage in enumerate(stages, 1):
         if problem := stage.problem(held, sent):
-            raise UsageError(f"{algorithm.name}: {f'stage {place}: ' if len(stages) > 1 else ''}{problem}")
+            raise wrong(f"{f'stage {place}: ' if len(stages) > 1 else ''}{problem}")
 
 
 def nearest(word: str, known: Collection[str]) -> str:

@@ -49,8 +49,8 @@ class Central(Algorithm):
             if getattr(self, name) != getattr(type(self), name):
                 raise UsageError(f"--{name.replace('_', '-')} means nothing to {self.name}, which has all data in one place; leave it out")
 
-    def epoch(self, server: Tensors, pool: Pool, draw: Draw, kernels: bool) -> tuple[Tensors, Tensor]:
-        """The server after one pass over everybody's samples, and the mean loss: a scalar."""
+    def epoch(self, server: Tensors, pool: Pool, draw: Draw, kernels: bool) -> tuple[Tensors, Tensor | float]:
+        """The server after one pass over everybody's samples, and the mean loss: one number."""
         raise NotImplementedError
 
     def answer(self, server: Tensors) -> Answer:

@@ -92,6 +92,14 @@ def blame(error: BaseException) -> PluginError | None:
     return None
 
 
+def placed(error: UsageError) -> str:
+    """What an error says, with its place if an algorithm raised it itself, in another function than `check`."""
+    places = list(_walk(error.__traceback__))
+    if type(error) is not UsageError or not places or not _is_algorithms(last := places[-1].tb_frame) or last.f_code.co_name == "check":
+        return str(error)
+    return f"{short(last.f_code.co_filename)}, line {places[-1].tb_lineno}{_inside(last.f_code)}: {error}"
+
+
 def where(cls: type, name: str = "") -> str:
     """File, line and name of what a class says under `name`, wherever it inherits that from; of the class itself without one."""
     owner = next((base for base in cls.__mro__ if name in vars(base)), None) if name else None

@@ -11,13 +11,27 @@ from types import NoneType, UnionType
 from typing import Any, ClassVar, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from fedbench.contract.algorithm import KEEPERS, Algorithm
+from fedbench.contract.central import Central
 from fedbench.contract.plugin_errors import fault, is_ours, meant
 
 KINDS = (int, float, str, bool, Path)
 ALLOWED = "int, float, str, bool, Path, tuple[int, ...] or one of them | None"
 EXPECTED = {int: "a whole number", float: "a number", str: "a word", bool: "True or False", Path: "a Path"}
+RATING_SPLITS = ("kfold", "users")
+"""splits whose held-out data are ratings, see data/protocol.py"""
 NEAR = 0.8
 """how alike a name must be to that of a hook to be taken for a slip"""
+OTHERWISE = {
+    **dict.fromkeys(("choose_clients", "select_clients", "sample_clients", "select", "sample", "pick"), ("choose",)),
+    **dict.fromkeys(("init", "initialize", "initialise", "setup"), ("init_server", "init_client")),
+    **dict.fromkeys(("server_init", "initialize_server", "init_global"), ("init_server",)),
+    **dict.fromkeys(("client_init", "initialize_client", "init_local", "init_user"), ("init_client",)),
+    **dict.fromkeys(("check_flags", "check_fields", "validate", "check_world"), ("check",)),
+    **dict.fromkeys(("compute_loss", "local_loss", "client_loss", "loss_fn", "forward"), ("loss",)),
+    **dict.fromkeys(("predict", "score_items", "scoring"), ("score",)),
+    **dict.fromkeys(("server_update", "aggregate_updates", "update_server"), ("aggregate",)),
+}
+"""what a hook might be called elsewhere"""
 
 
 class Kind(NamedTuple):
@@ -64,6 +78,12 @@ def check_class(cls: type[Algorithm]) -> None:
     for name in _hooks():
         _check_hook(cls, name)
     _check_facts(cls)
+    if issubclass(cls, Central) and not is_ours(cls):
+        if cls.epoch is Central.epoch:
+            raise fault(
+                cls, "", f"{cls.__qualname__} has no function epoch, which the engine calls; write {_shape('epoch', Central.epoch)}"
+            )
+        _check_hook(cls, "epoch", of=Central)
     _check_fields(cls)
 
 
@@ -94,6 +114,9 @@ def _check_names(cls: type[Algorithm]) -> None:
     inherited = {name for base in cls.__mro__[1:] for name in vars(base)}
     fields = {field.name for field in dataclasses.fields(cls)}
     hooks, facts = _hooks(), _facts()
+    init = getattr(vars(cls).get("__init__"), "__code__", None)
+    if init is not None and not init.co_filename.startswith("<"):  # what dataclasses generate has no file
+        raise fault(cls, "__init__", "an algorithm has no __init__ of its own, for its fields are its flags; use check or init_server")
     for name in _own_fields(cls):
         if name in {*hooks, *facts}:
             what = "drop the annotation: it is no flag" if name in facts else "the engine calls a function of that name; rename the field"
@@ -129,9 +152,17 @@ def _check_names(cls: type[Algorithm]) -> None:
 def _refuse_near_hook(cls: type[Algorithm], name: str, thing: object, hooks: list[str]) -> None:
     """A helper may be called anything; but not almost as a hook that the class does not have, with the hook's arguments."""
     word = name.strip("_").lower()
+    if issubclass(cls, Central) and cls.epoch is Central.epoch and {"server", "pool"} & {*_parameters(thing)}:
+        raise fault(cls, name, f"the engine calls no {name!r}; did you mean 'epoch'?")
     for hook in difflib.get_close_matches(word, hooks, 1, NEAR):
         mine, theirs = _parameters(thing), _parameters(vars(Algorithm)[hook])
         if hook not in vars(cls) and (len(mine) == len(theirs) or set(mine) & set(theirs)):
+            raise fault(cls, name, f"the engine calls no {name!r}; did you mean {hook!r}?")
+    for hook in OTHERWISE.get(word, ()):
+        mine, theirs = _parameters(thing), _parameters(vars(Algorithm)[hook])
+        # what a base of ours does by default is not written by the method
+        is_missing = is_ours(next(base for base in cls.__mro__ if hook in vars(base)))
+        if is_missing and (set(mine) & set(theirs) or not mine):
             raise fault(cls, name, f"the engine calls no {name!r}; did you mean {hook!r}?")
 
 
@@ -144,9 +175,9 @@ def _parameters(thing: object) -> list[str]:
         return []
 
 
-def _check_hook(cls: type[Algorithm], name: str, like: str = "") -> None:
+def _check_hook(cls: type[Algorithm], name: str, like: str = "", of: type[Algorithm] = Algorithm) -> None:
     """What overrides a hook, or is called as the hook `like`, must take what the engine gives."""
-    mine, theirs = inspect.getattr_static(cls, name), vars(Algorithm)[like or name]
+    mine, theirs = inspect.getattr_static(cls, name), vars(of)[like or name]
     if mine is theirs:
         return
     if isinstance(theirs, property):
@@ -169,6 +200,9 @@ def _check_hook(cls: type[Algorithm], name: str, like: str = "") -> None:
         if "self" not in list(inspect.signature(getattr(mine, "__func__", mine)).parameters)[:1] and not isinstance(mine, staticmethod):
             raise fault(cls, name, f"{name} needs self as its first argument: {_shape(name, theirs)}") from None
         raise fault(cls, name, f"the engine calls {_shape(name, theirs)}: {error}") from None
+    taken = _parameters(mine)
+    if swapped := [word for at, word in enumerate(taken) if word in given and taken[: len(given)].index(word) != given.index(word)]:
+        raise fault(cls, name, f"the engine calls {_shape(name, theirs)}, in this order; here {swapped[0]!r} stands elsewhere")
 
 
 def _shape(name: str, thing: Any) -> str:
@@ -186,9 +220,23 @@ def _check_facts(cls: type[Algorithm]) -> None:
         if not callable(getattr(cls, f"score_{name}", None)):
             raise fault(cls, "scores", f"scores names {name!r}, but there is no function score_{name}(self, own, sent)")
         _check_hook(cls, f"score_{name}", "score")
-    for name in ("summed", "paired", "per_client_server_state", "scores"):
+    for name in ("summed", "paired", "per_client_server_state", "scores", "later"):
         if not _are_words(getattr(cls, name, ())):
             raise fault(cls, name, f"{name} must be a tuple of names, not {getattr(cls, name)!r}")
+    for name in ("federated", "reconstructs", "reads_time"):
+        if not isinstance(getattr(cls, name, False), bool):
+            raise fault(cls, name, f"{name} must be True or False, not {getattr(cls, name)!r}")
+    if not cls.federated and not callable(getattr(cls, "epoch", None)):
+        raise fault(cls, "federated", "federated = False is for centralised methods: derive from Central of fedbench.contract")
+    if cls.usual_cohort is not None and (type(cls.usual_cohort) is not int or cls.usual_cohort < 1):
+        raise fault(cls, "usual_cohort", f"usual_cohort must be a whole number over 0, or None, not {cls.usual_cohort!r}")
+    if cls.rating_split not in RATING_SPLITS:
+        hint = meant(cls.rating_split, RATING_SPLITS)
+        raise fault(cls, "rating_split", f"rating_split must be one of {', '.join(RATING_SPLITS)}, not {cls.rating_split!r}{hint}")
+    fields = [field.name for field in dataclasses.fields(cls)]
+    for name in cls.later if _are_words(cls.later) else ():
+        if name not in fields:
+            raise fault(cls, "later", f"later names {name!r}, and there is no such field{meant(name, fields)}")
     if not isinstance(cls.published, Mapping) or not _are_words(tuple(cls.published)):
         raise fault(cls, "published", f"published must be a dict from names of fields to values, not {cls.published!r}")
     if not isinstance(cls.choices, Mapping) or not all(map(_are_words, (tuple(cls.choices), *cls.choices.values()))):

@@ -39,6 +39,8 @@ class Rows(NamedTuple):
     """[R, ...]"""
     total: Callable[[Tensor], Tensor] = alone
     """adds up what every worker made of its rows, maybe in place; all of them must call it"""
+    items: int | None = None
+    """rows of the table that they belong to, if that is known"""
 
     @property
     def clients(self) -> int:
@@ -61,8 +63,9 @@ class Rows(NamedTuple):
         """What `combine` returns, and how many clients sent each row [M], or how much they count together."""
         if how not in AVERAGES:
             raise Misuse(f"rows are combined by {', '.join(AVERAGES)}, not by {how!r}")
+        self._check_place(items, "combine")
         shape = (-1, *[1] * (self.value.dim() - 1))
-        each = None if weight is None else weight.to(self.value)[self.client]
+        each = self._each(weight)
         # every worker must come here, also one without rows: `total` is an exchange
         total, senders = map(self.total, summed_by_item(self.item, self.value, items, each))
         if how == "cohort":
@@ -73,7 +76,8 @@ class Rows(NamedTuple):
 
     def senders(self, items: int, weight: Tensor | None = None) -> Tensor:
         """[M]: how many clients sent a row of each item, or how much they count together."""
-        each = None if weight is None else weight.to(self.value)[self.client]
+        self._check_place(items, "senders")
+        each = self._each(weight)
         return self.total(torch.bincount(self.item, each, minlength=items).to(self.value.dtype))
 
     def sent(self) -> int:
@@ -82,6 +86,9 @@ class Rows(NamedTuple):
 
     def gram(self, items: int, digits: int | None = None) -> Tensor:
         """[M, M]: Σ over clients of v vᵀ, v a client's numbers, one a row; digits: binary digits after the point of every product."""
+        self._check_place(items, "gram")
+        if self.value.dim() != 1:
+            raise Misuse(f"gram takes rows of one number each, [R], not {list(self.value.shape)}")
         found = pair_sums(self.counts, self.item, self.value, items, digits)
         on_host = self.value.device.type == "cpu"  # a device may not hold float64
         return self.total(found if on_host else found.to(self.value)).to(self.value.dtype)
@@ -89,6 +96,29 @@ class Rows(NamedTuple):
     def pairs(self) -> int:
         """How many pairs of its rows, each of them with itself too, the clients have, over all clients."""
         return self._over_workers(int((self.counts * (self.counts + 1) // 2).sum()))
+
+    def _each(self, weight: Tensor | None) -> Tensor | None:
+        """[R] what the client of each row weighs."""
+        if weight is None:
+            return None
+        if not isinstance(weight, Tensor) or list(weight.shape) != [self.clients]:
+            found = list(weight.shape) if isinstance(weight, Tensor) else f"a {type(weight).__name__}"
+            raise Misuse(f"the weights of clients must be a tensor of shape [{self.clients}], a number a client of the cohort, not {found}")
+        return weight.to(self.value)[self.client]
+
+    def _check_place(self, items: int, what: str) -> None:
+        """Raise Misuse unless the rows lie within a table of so many: kernels write where they are told to."""
+        if isinstance(items, bool) or not isinstance(items, int):
+            raise Misuse(f"{what} needs how many items there are, uploads.world.items, not {items!r}")
+        if self.items is not None and items != self.items:
+            raise Misuse(f"{what} makes a row an item, and there are {self.items} items here, not {items}: use uploads.world.items")
+        if self.item.device.type != "cpu":  # where the host would wait, and what lies outside is refused by itself
+            return
+        if len(self.item) != len(self.value) or int(self.counts.sum()) != len(self.item):
+            raise Misuse(f"{what} needs a number of an item for each row: there are {len(self.item)} for {len(self.value)} rows")
+        low, high = map(int, self.item.aminmax()) if len(self.item) else (0, -1)
+        if low < 0 or high >= items:
+            raise Misuse(f"{what}: row {low if low < 0 else high} lies outside a table of {items} rows")
 
     def _over_workers(self, own: int) -> int:
         return own if self.total is alone else int(self.total(torch.tensor(own, device=self.item.device)))
@@ -133,6 +163,9 @@ class Tables(NamedTuple):
 
         What it costs depends on how many weights are not 0, in whichever form they come.
         """
+        shape = [len(weights.share), len(weights.common)] if isinstance(weights, SparseWeights) else list(weights.shape)
+        if len(shape) not in (1, 2) or shape[-1] != self.clients:
+            raise Misuse(f"mixed needs a weight for each of the {self.clients} tables, [n, {self.clients}] or [n], not {shape}")
         if isinstance(weights, Tensor) and weights.dim() == 1:
             # a worker's share of one mixture for all; shares add up to it
             mine = weights[None, self.own]
@@ -177,7 +210,7 @@ class Uploads:
         value = self._sent(name)
         if not isinstance(value, Rows):
             raise Misuse(f"{name!r} is no shared table, so it comes whole: use uploads.dense({name!r}), not uploads.rows")
-        return value
+        return value._replace(items=self.world.items)
 
     def dense(self, name: str, picked: Tensor | None = None) -> Tensor:
         """[n, ...] or, for the picked positions of the cohort, [S, ...]; no copy when all are picked."""

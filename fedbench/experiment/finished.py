@@ -35,7 +35,10 @@ def find(out: Path, config: RunConfig, split: Split | None = None) -> dict[str, 
     if split and (summary.get("data_checksum"), summary["protocol_fingerprint"]) != (split.checksum, split.fingerprint):
         raise UsageError(f"--out {out} holds a finished run on other data; start again with another --out")
     # a summary whose rounds are missing is no finished run: better an error than a report of half of it
-    folder.read_rounds(out, summary.get("rounds"))
+    lines = folder.read_rounds(out, summary.get("rounds"))
+    select_on = summary.get("protocol_fields", {}).get("select_on", config.protocol.select_on)
+    if wrong := folder.contradictions(summary, lines, select_on) if lines else []:
+        raise DataError(f"{out / 'summary.json'} was changed after the run, or metrics.jsonl: {wrong[0]}; start again with another --out")
     return summary
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ FLOOR = {
     **{"mse_test": "mse_means", "mae_test": "mae_means", "accuracy_test": "accuracy_means"},
 }
 """columns of per_client.parquet that metrics come from, and the column of the reference (popularity, or the means) for each"""
+SPREAD = ("mrr_p10", "mrr_worst_decile", "rmse_p90", "rmse_worst_decile")
+"""metrics of a result, beside those of the full ranking, that its rounds do not have: how unequal clients fare"""
 MOST_CANDIDATES = 10**8
 LARGEST = 2**63
 """whole numbers are below it"""
@@ -114,6 +116,50 @@ def read_rounds(folder: Path, rounds: object = None) -> list[dict[str, Any]]:
     if lines and isinstance(rounds, int) and len(lines) != rounds:
         raise _damaged(path, f"has {len(lines)} rounds of {rounds}")
     return lines
+
+
+def contradictions(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], select_on: str) -> list[str]:
+    """What a result says that its rounds do not: another metric, another best round than was to be chosen, other totals."""
+    best = summary.get("best_round")
+    if not isinstance(best, int) or not 1 <= best <= len(lines):
+        return [f"its best round is {best} of {len(lines)}"]
+    found = []
+    for part in ("val", "test"):
+        said = {key.removeprefix(f"{part}/"): value for key, value in lines[best - 1].items() if key.startswith(f"{part}/")}
+        mine = {name: value for name, value in summary.get(part, {}).items() if not name.startswith("full_") and name not in SPREAD}
+        for name in {**mine, **said}:
+            if name not in said or name not in mine:
+                there, where = ("its result", f"round {best}") if name in mine else (f"round {best}", "its result")
+                found.append(f"{part}/{name} is in {there} and not in {where}")
+            elif mine[name] != said[name]:
+                found.append(f"{part}/{name} is {mine[name]} in its result and {said[name]} in round {best}")
+    right = chosen_round(lines, select_on, "rmse" in summary.get("test", {}))
+    if right is None:
+        found.append(f"no round says what {select_on} chooses by")
+    elif right != best:
+        what = "validation" if select_on == "val" else select_on
+        found.append(f"{what} chooses round {right} of its rounds, it reports {best}")
+    for key, reference, name, sign in (("beats_popularity", "popularity", "ndcg_10", 1), ("beats_means", "user_item_mean", "rmse", -1)):
+        mine, theirs = (summary.get(part, {}).get(name) for part in ("test", reference))
+        if key in summary and None not in (mine, theirs) and summary[key] is not (sign * mine > sign * theirs):
+            found.append(f"{key} is {summary[key]} in its result, and test/{name} is {mine} beside {theirs} of {reference}")
+    last = lines[-1]
+    found += [
+        f"{key} is {summary[key]} in its result and {last[key]} in its last round"
+        for key in ("bytes_up", "bytes_down", "client_visits")
+        if key in summary and last.get(key, summary[key]) != summary[key]
+    ]
+    return found
+
+
+def chosen_round(lines: Sequence[Mapping[str, Any]], select_on: str, ratings: bool) -> int | None:
+    """The round that a run with these rounds reports; None if they do not say. As `Selection` of observers.py chooses."""
+    if select_on == "last":
+        return len(lines)
+    name = f"{select_on}/{'rmse' if ratings else 'hr_10' if select_on == 'test' else 'ndcg_10'}"
+    scores = [(-line[name] if ratings else line[name], line["round"]) for line in lines if line.get(name) is not None]
+    # of equal ones the first counts on validation, the last on test
+    return max(scores, key=lambda one: (one[0], one[1] if select_on == "test" else -one[1]))[1] if scores else None
 
 
 def check_rounds(out: Path, done: int) -> None:

@@ -19,7 +19,6 @@ from fedbench.contract.registry import TABLES
 from fedbench.data.protocol import Protocol
 from fedbench.errors import DataError, UsageError
 from fedbench.experiment import folder as run_folder
-from fedbench.settings.naming import SELECT
 from fedbench.text import is_number
 
 KIND, SCHEMA = "fedbench submission", 1
@@ -282,41 +281,20 @@ def refusals(content: Mapping[str, Any]) -> list[str]:
         right = hashlib.sha256("\n".join(plugin["source"]).encode()).hexdigest()
         if right != plugin["sha256"]:
             found.append(f"its plug-in's source has the hash {right[:16]}…, it says {plugin['sha256'][:16]}…")
-    return found + _result_refusals(content, protocol)
-
-
-def _result_refusals(content: Mapping[str, Any], protocol: Protocol) -> list[str]:
-    """What its result says that its rounds do not."""
-    result, lines = content["result"], content["rounds"]
-    best = result["best_round"]
-    if not 1 <= best <= len(lines):
-        return [f"its best round is {best} of {len(lines)}"]
-    found = []
-    for part in ("val", "test"):
-        for name, value in result[part].items():
-            if lines[best - 1].get(key := f"{part}/{name}", value) != value:
-                found.append(f"{key} is {value} in its result and {lines[best - 1][key]} in round {best}")
-    if protocol.select_on == "val":
-        for name, sign in SELECT.items():
-            scores = [(sign * line[f"val/{name}"], -line["round"]) for line in lines if line.get(f"val/{name}") is not None]
-            if scores and name in result["val"]:
-                right = -max(scores)[1]
-                found += [f"validation chooses round {right} of its rounds, it reports {best}"] if right != best else []
-                break
-    last = lines[-1]
-    found += [
-        f"{key} is {result[key]} in its result and {last[key]} in its last round"
-        for key in ("bytes_up", "bytes_down", "client_visits")
-        if last.get(key, result[key]) != result[key]
-    ]
-    return found
+    return found + run_folder.contradictions(content["result"], content["rounds"], protocol.select_on)
 
 
 def differences(content: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any] | None) -> Iterable[Difference]:
-    """Every number of a submission beside ours: of the rounds in `lines`, and of the result if all of it was made again (`summary`)."""
-    for theirs, ours in zip(content["rounds"], lines, strict=False):
-        for key, value in theirs.items():
-            yield Difference(f"round {theirs['round']} {key}", value, ours.get(key))
+    """Every number of a submission beside ours: of the rounds in `lines`, and of the result if all of it was made again (`summary`).
+
+    A number that only one of them has differs. What a newer fedbench measures besides is in none of the file's rounds: no difference.
+    """
+    known = {key for line in content["rounds"] for key in line}
+    for said, ours in zip(content["rounds"], lines, strict=False):
+        # where only the first rounds are run again, the last of them is evaluated for that reason alone
+        ended = summary is None and ours is lines[-1]
+        for key in {**said, **{key: None for key in ours if key in known and not ended}}:
+            yield Difference(f"round {said['round']} {key}", said.get(key), ours.get(key))
     if summary is None:
         return
     result = content["result"]
@@ -326,7 +304,10 @@ def differences(content: Mapping[str, Any], lines: Sequence[Mapping[str, Any]], 
     # rounding may choose another of two rounds that are as good: then the rounds above are what was compared
     if result["best_round"] == summary["best_round"]:
         mine = dict(_numbers({key: summary.get(key) for key in COMPARED}))
-        for key, value in _numbers({key: result.get(key) for key in COMPARED}):
+        theirs = dict(_numbers({key: result.get(key) for key in COMPARED}))
+        # a part that is left out altogether is missed; of the others a newer fedbench may measure more
+        missed: dict[str, float | None] = {key: None for key in mine if key.partition("/")[0] not in result}
+        for key, value in {**missed, **theirs}.items():
             yield Difference(key, value, mine.get(key))
 
 

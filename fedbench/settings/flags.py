@@ -19,6 +19,7 @@ from fedbench import text
 from fedbench.contract import registry
 from fedbench.contract.algorithm import Algorithm
 from fedbench.contract.dataset import DatasetOptions
+from fedbench.contract.plugin_errors import fault
 from fedbench.data import protocol as protocols
 from fedbench.data.protocol import PRESETS, Protocol
 from fedbench.errors import UsageError
@@ -228,5 +229,6 @@ def _refuse_clashes(groups: Mapping[str, list[Flag]], cls: type[Algorithm] | Non
     taken = {"help", "config", "list", "print_config", "jobs", "trust_plugin"}
     for flag in (flag for group in groups.values() for flag in group):
         if flag.key in taken:
-            raise UsageError(f"algorithm {cls.name if cls else ''}: its field {flag.key!r} is a flag of every run too; rename it")
+            said = f"the field {flag.key!r} is a flag of every run too; rename it"
+            raise UsageError(said) if cls is None else fault(cls, flag.key, said)
         taken.add(flag.key)

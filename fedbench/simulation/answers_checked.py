@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import inspect
-import math
+import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import FrozenInstanceError, dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fedbench.contract.algorithm import OWN, SHARED, Algorithm, Answer, Phase, Stage
-from fedbench.contract.plugin_errors import blame, fault, is_ours, meant
+from fedbench.contract.central import Central
+from fedbench.contract.plugin_errors import blame, fault, is_ours, meant, where
 from fedbench.errors import FedbenchError
+from fedbench.simulation.comparing import copied, same
 from fedbench.simulation.own_tables import Read
+from fedbench.simulation.plain_answers import check_bits, check_choose, check_cohort, check_epoch, check_extra, check_travels, kind
 
+log = logging.getLogger("fedbench")
+
+ASKED = 2
+"""times that every function is asked the same twice"""
 EXAMPLES = {
     "init_server": '{"items": draw.normal("items", world.items, self.dim)}',
     "init_client": '{"user": draw.normal("user", self.dim)}',
@@ -26,7 +33,6 @@ EXAMPLES = {
     "aggregate": '{**server, "items": ...}',
     "solve": '{"user": ...}',
     "keep": '{"user": held["user"]}',
-    "bits": '{"codes": 1}',
 }
 
 
@@ -34,12 +40,16 @@ EXAMPLES = {
 class Seen:
     """What came by so far."""
 
+    algorithm: Algorithm = Algorithm()  # noqa: RUF009 (it is frozen)
+
     items: int = 0
     clients: int = 0
     names: set[str] = field(default_factory=set)
     """of tensors that clients keep, are sent or hold"""
     kept: set[str] = field(default_factory=set)
     """of those that clients keep"""
+    held: set[str] = field(default_factory=set)
+    """of those that `receive` gives"""
     shapes: dict[str, list[int]] = field(default_factory=dict)
     """of what one client keeps, tables without their rows"""
     a_row_an_item: set[str] = field(default_factory=set)
@@ -53,14 +63,27 @@ class Seen:
     """of what `loss` looked at in `held`"""
     moved: set[str] = field(default_factory=set)
     """of what phases move by the loss alone"""
+    uploaded: set[str] = field(default_factory=set)
+    """of what `upload` returned"""
+    served: set[str] = field(default_factory=set)
+    """of what the server holds or sends to one client each"""
+    whole: set[str] = field(default_factory=set)
+    """of what `travels_whole` names"""
+    solved: set[str] = field(default_factory=set)
+    """of those that `solve` returned and nobody holds"""
+    last: str = ""
+    """the function that was called last"""
+    again: Counter[str] = field(default_factory=Counter)
+    """how often each function was asked the same twice"""
 
 
 def checked(algorithm: Algorithm) -> tuple[Algorithm, Seen]:
     """The algorithm, looked at, and what was seen of it."""
     cls, seen = type(algorithm), Seen()
     checks: dict[str, Callable[..., None]] = {**CHECKS, **{f"score_{name}": partial(_score, hook=f"score_{name}") for name in cls.scores}}
-    optional = ("keep", "choose", "bits")  # whether a class has one of its own is asked elsewhere too
+    optional = ("keep", "choose", "bits", "travels_whole", "extra", "cohort")  # whether a class has one of its own is asked elsewhere too
     named = [name for name in checks if hasattr(cls, name) and not (name in optional and getattr(cls, name) is getattr(Algorithm, name))]
+    seen.algorithm = algorithm
     body: dict[str, Any] = {name: _watched(cls, name, checks[name], seen) for name in named}
     body["__setattr__"] = _refuse_to_write
     twin = type(cls.__name__, (cls,), {**body, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
@@ -80,6 +103,9 @@ def look_back(algorithm: Algorithm, seen: Seen) -> None:
         raise fault(cls, "bits", f"bits names {name!r}, which neither answer nor upload gives{meant(name, seen.names)}")
     for name in sorted(seen.moved - seen.read) if seen.losses else ():
         raise fault(cls, "loss", f"a phase moves {name!r}, but loss never reads held[{name!r}]; what is read of sent does not train")
+    for name in sorted(seen.whole - seen.names):
+        raise fault(cls, "travels_whole", f"travels_whole names {name!r}, which neither answer nor upload gives{meant(name, seen.names)}")
+    _refuse_unmade(cls, seen)
     declared = next((base for base in cls.__mro__ if "tables" in vars(base)), Algorithm)
     if is_ours(declared) or not seen.names:
         return
@@ -96,37 +122,83 @@ def look_back(algorithm: Algorithm, seen: Seen) -> None:
             )
 
 
+def _refuse_unmade(cls: type[Algorithm], seen: Seen) -> None:
+    """What a class says of names that nobody makes means nothing."""
+    facts = [("summed", seen.uploaded, "upload returns"), ("paired", seen.uploaded, "upload returns")]
+    facts += [("per_client_server_state", seen.served, "the server makes")] if seen.served else []
+    for fact, made, who in facts if seen.uploaded else ():
+        if is_ours(declared := next(base for base in cls.__mro__ if fact in vars(base))) or is_sound(declared):
+            continue
+        for name in (name for name in getattr(cls, fact) if name not in made):
+            said = f"{fact} names {name!r}, and {who} no such name{meant(name, made)}"
+            if meant(name, made):
+                raise fault(cls, fact, said)
+            log.warning("%s: %s with these flags", where(cls, fact), said)  # with others it may
+
+
 def _watched(cls: type[Algorithm], name: str, check: Callable[..., None], seen: Seen) -> Callable[..., Any]:
     static = inspect.getattr_static(cls, name)
 
     def call(self: Algorithm, *given: Any) -> Any:
         before = [_state(one) for one in given]
         shown = given
+        seen.last = name
         if name == "loss":  # what it reads of `held` is noted
             read = Read(given[0])
             shown = (read, *given[1:])
-        try:
-            found = static.__get__(self, cls)(*shown)
-        except NotImplementedError:
-            raise fault(cls, "", f"{cls.__name__} has no function {name}, which the engine calls; write {_form(name)}") from None
-        except (FedbenchError, MemoryError):
-            raise
-        except Exception as error:
-            if blame(error) is None:  # it failed in inherited code of ours, with what this class gave it
-                raise fault(cls, name, f"{name} fails: {type(error).__name__}: {error}") from error
-            raise
+        # what a client is mailed is laid where it lies, so its server's step is not the same again
+        again = None if is_sound(cls) or seen.again[name] >= ASKED or cls.per_client_server_state else [copied(one) for one in given]
+        found = _called(cls, name, lambda: static.__get__(self, cls)(*shown))
         if name == "loss":
             seen.read |= read.names
         for one, was in zip(given, before, strict=True):
             _refuse_changed(cls, name, was, _state(one))
         check(cls, seen, given, found)
+        if again is not None:
+            seen.again[name] += 1
+            if not same(_plain(found), _plain(_called(cls, name, lambda: static.__get__(self, cls)(*again)))):
+                said = "it may depend on its arguments, self's fields and self.context alone, and draw only with `draw`"
+                raise fault(cls, name, f"{name} gives another answer when it is asked the same again; {said}")
         return found
 
     return call
 
 
-def _form(name: str) -> str:
-    return f"def {name}{inspect.signature(getattr(Algorithm, name))}".split(" ->")[0]
+def _called(cls: type[Algorithm], name: str, function: Callable[[], Any]) -> Any:
+    """What a function of an algorithm returns; what goes wrong in it is told as its own."""
+    try:
+        return function()
+    except NotImplementedError as error:
+        if not _is_default(error):
+            raise blame(error) or fault(cls, name, f"{name} fails: NotImplementedError: {error}") from error
+        raise fault(cls, "", f"{cls.__name__} has no function {name}, which the engine calls; write {_form(cls, name)}") from None
+    except (FedbenchError, MemoryError):
+        raise
+    except Exception as error:
+        if blame(error) is None:  # it failed in inherited code of ours, with what this class gave it
+            raise fault(cls, name, f"{name} fails: {type(error).__name__}: {error}") from error
+        raise
+
+
+def _is_default(error: BaseException) -> bool:
+    """Whether it is what a function of the contract raises that a method must write."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    is_hook = place is not None and (hasattr(Algorithm, place.tb_frame.f_code.co_name) or place.tb_frame.f_code.co_name == "epoch")
+    return is_hook and place is not None and str(place.tb_frame.f_globals.get("__name__", "")).startswith("fedbench.contract.")
+
+
+def _plain(found: object) -> object:
+    """An answer without the mapping over clients."""
+    if isinstance(found, Tensor):
+        return _unmapped(found).detach()
+    return {name: _plain(value) for name, value in found.items()} if isinstance(found, Mapping) else found
+
+
+def _form(cls: type[Algorithm], name: str) -> str:
+    owner = next(base for base in cls.__mro__ if is_ours(base) and name in vars(base))
+    return f"def {name}{inspect.signature(getattr(owner, name))}".split(" ->")[0].replace("'", "")
 
 
 def _state(argument: object) -> dict[str, tuple[int, int]]:
@@ -156,20 +228,12 @@ def _refuse_changed(cls: type[Algorithm], name: str, before: Mapping[str, tuple[
     raise fault(cls, name, f"{name} changes {key!r} of its argument {how}")
 
 
-def _kind(thing: object) -> str:
-    if thing is None:
-        return "None (is a `return` missing?)"
-    if isinstance(thing, Tensor):
-        return f"a tensor of shape {list(thing.shape)}"
-    return f"a {type(thing).__name__}"
-
-
 def _tensors(cls: type[Algorithm], hook: str, found: object) -> Mapping[str, Tensor]:
     if not isinstance(found, Mapping):
-        raise fault(cls, hook, f"{hook} returned {_kind(found)}; expected a dict of tensors, such as {EXAMPLES.get(hook, '{}')}")
+        raise fault(cls, hook, f"{hook} returned {kind(found)}; expected a dict of tensors, such as {EXAMPLES.get(hook, '{}')}")
     for name, value in found.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise fault(cls, hook, f"{hook} returned {name!r} as {_kind(value)}; expected a tensor under every name")
+            raise fault(cls, hook, f"{hook} returned {name!r} as {kind(value)}; expected a tensor under every name")
     return found
 
 
@@ -189,6 +253,11 @@ def _check_kind(cls: type[Algorithm], hook: str, name: str, value: Tensor, draw:
 def _init_server(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
     world, draw = given
     seen.items, seen.clients = world.items, world.clients
+    seen.served |= set(found) if isinstance(found, Mapping) else set()
+    if issubclass(cls, Central) and cls.answer is Central.answer:
+        for name, rows, what in (("user", world.clients, "world.clients"), ("items", world.items, "world.items")):
+            if name not in _tensors(cls, "init_server", found) or found[name].shape[:1] != (rows,):  # type: ignore[index]
+                raise fault(cls, "init_server", f"init_server must make {name!r} with {what} rows; {name!r} is read by answer and score")
     for name, value in _tensors(cls, "init_server", found).items():
         _check_kind(cls, "init_server", name, value, draw)
 
@@ -228,15 +297,24 @@ def _check_rows(cls: type[Algorithm], seen: Seen, hook: str, name: str, shape: C
 
 def _answer(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
     if not isinstance(found, Answer):
-        raise fault(cls, "answer", f"answer returned {_kind(found)}; expected an Answer, such as Answer(shared=server)")
+        raise fault(cls, "answer", f"answer returned {kind(found)}; expected an Answer, such as Answer(shared=server)")
     for what in ("shared", "personal", "instead"):
         for name, value in _tensors(cls, "answer", getattr(found, what)).items():
             _check_rows(cls, seen, "answer", name, value.shape[1 if what == "personal" else 0 :], seen.items)
             seen.names.add(name)
     if found.personal and found.slot is None:
         raise fault(cls, "answer", "answer sends something personal without a slot; give slot=[U]: the row of each client, -1 for none")
+    slot = found.slot
+    if isinstance(slot, Tensor) and (slot.is_floating_point() or slot.dtype == torch.bool):
+        raise fault(cls, "answer", f"answer gave a slot of {slot.dtype}; expected whole numbers: the row of each client, -1 for none")
+    low, high = (int(slot.min()), int(slot.max())) if isinstance(slot, Tensor) and slot.numel() else (-1, -1)
+    for name, value in found.personal.items():
+        if low < -1 or high >= len(value):
+            said = f"and {name!r} has {len(value)} rows; expected -1 (nothing personal) to {len(value) - 1}"
+            raise fault(cls, "answer", f"answer gave slots from {low} to {high}, {said}")
+    seen.served |= set(found.personal)
     if found.slot is not None and (not isinstance(found.slot, Tensor) or list(found.slot.shape) != [seen.clients]):
-        raise fault(cls, "answer", f"answer gave slot as {_kind(found.slot)}; expected a tensor of shape [{seen.clients}], a row a client")
+        raise fault(cls, "answer", f"answer gave slot as {kind(found.slot)}; expected a tensor of shape [{seen.clients}], a row a client")
 
 
 def _receive(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
@@ -246,6 +324,7 @@ def _receive(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> Non
         if name in cls.tables and made[name].shape != own[name].shape:
             raise fault(cls, "receive", f"receive returned {name!r} as {list(made[name].shape)}; own has it as {list(own[name].shape)}")
     seen.names |= set(made)
+    seen.held |= set(made)
     seen.of_numbers |= {name: value.dtype for name, value in made.items()}
 
 
@@ -275,41 +354,18 @@ def refuse_wrongly_kept(cls: type[Algorithm], found: Mapping[str, Tensor], made:
     refuse_lost_tables(cls, "keep", found)
 
 
-def _choose(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
-    if found is not None:
-        chosen_cohort(cls, found, given[2], given[1].clients)
-
-
-def chosen_cohort(cls: type[Algorithm], chosen: object, n: int, clients: int) -> np.ndarray:
-    """The client numbers that `choose` returned, ascending, none if nobody is asked; PluginError if they cannot be a cohort."""
-    found = np.unique(chosen.cpu().numpy()) if isinstance(chosen, Tensor) and chosen.dim() == 1 else np.zeros(0)
-    sound = isinstance(chosen, Tensor) and found.dtype == np.int64 and len(found) == len(chosen) <= n
-    if not sound or (len(found) and (found[0] < 0 or found[-1] >= clients)):
-        raise fault(cls, "choose", f"choose must return up to {n} different client numbers from 0 to {clients - 1}, not {_kind(chosen)}")
-    return found
-
-
-def _bits(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
-    if not isinstance(found, Mapping):
-        raise fault(cls, "bits", f"bits returned {_kind(found)}; expected a dict from names to numbers, such as {EXAMPLES['bits']}")
-    for name, value in found.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
-            raise fault(cls, "bits", f"bits of {name!r} is {value!r}; expected a number, 0 or more")
-    seen.bits |= set(found)
-
-
 def _phases(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
     if not isinstance(found, tuple | list) or isinstance(found, Phase) or not all(isinstance(one, Phase) for one in found):
-        what = "a Phase; a comma is missing" if isinstance(found, Phase) else _kind(found)
+        what = "a Phase; a comma is missing" if isinstance(found, Phase) else kind(found)
         raise fault(cls, "phases", f"phases returned {what}; expected a tuple of Phase, such as (Phase(('items',), self.lr),)")
 
 
 def _stages(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
     hook = "stages" if cls.stages is not Algorithm.stages else "phases"
     if not isinstance(found, tuple | list) or isinstance(found, Stage) or not all(isinstance(one, Stage) for one in found):
-        raise fault(cls, hook, f"stages returned {_kind(found)}; expected a tuple of Stage, such as (Stage(self.phases(sent)),)")
+        raise fault(cls, hook, f"stages returned {kind(found)}; expected a tuple of Stage, such as (Stage(self.phases(sent)),)")
     for place, stage in enumerate(found, 1):
-        if problem := stage.problem(seen.names, given[0]):
+        if problem := stage.problem(seen.held or seen.names, given[0]):
             raise fault(cls, hook, f"{f'stage {place}: ' if len(found) > 1 else ''}{problem}")
         seen.moved |= {n for phase in stage.phases for n in phase.names if not phase.weight_decay and n not in phase.pull}
         for name in (name for phase in stage.phases for name in phase.names):
@@ -326,7 +382,7 @@ def _refuse_untrainable(cls: type[Algorithm], hook: str, seen: Seen, name: str) 
 
 def _loss(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
     if not isinstance(found, Tensor):
-        raise fault(cls, "loss", f"loss returned {_kind(found)}; expected a tensor with one number, such as bce(logits, batch)")
+        raise fault(cls, "loss", f"loss returned {kind(found)}; expected a tensor with one number, such as bce(logits, batch)")
     if found.dim():
         raise fault(cls, "loss", f"loss returned shape {list(found.shape)}; expected one number: take a mean, as bce(logits, batch) does")
     if not found.is_floating_point():
@@ -352,13 +408,24 @@ def _values(tensor: Tensor) -> Tensor | None:
 
 
 def _solve(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
-    _tensors(cls, "solve", found)
+    held = given[0]
+    for name, value in _tensors(cls, "solve", found).items():
+        if name not in held:  # `upload` may read it, and clients that keep nothing score with it
+            said = f"solve returned {name!r}, which the client does not hold{meant(name, held)}"
+            if meant(name, held) and not cls.reconstructs:
+                raise fault(cls, "solve", said)
+            if not cls.reconstructs and name not in seen.solved:
+                log.warning("%s: %s; it replaces nothing", where(cls, "solve"), said)
+            seen.solved.add(name)
+        elif value.shape != held[name].shape:
+            raise fault(cls, "solve", f"solve returned {name!r} as {list(value.shape)}; it is held as {list(held[name].shape)}")
 
 
 def _upload(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
     held = given[0]
     for name, value in _tensors(cls, "upload", found).items():
         seen.names.add(name)
+        seen.uploaded.add(name)
         if name in cls.tables and name in held and value.shape[:1] != held[name].shape[:1]:
             raise fault(
                 cls,
@@ -369,8 +436,12 @@ def _upload(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None
 
 
 def _aggregate(cls: type[Algorithm], seen: Seen, given: Any, found: object) -> None:
-    server = given[0]
+    server, uploads = given[:2]
     new = _tensors(cls, "aggregate", found)
+    seen.served |= set(new)
+    for name, value in new.items():
+        if not is_sound(cls) and value.is_floating_point() and bool(value.isnan().any()) and bool(uploads.finite().all()):
+            raise fault(cls, "aggregate", f"aggregate made {name!r} nan of uploads that are finite; look for a division of 0 by 0")
     added = [name for name in new if name not in server and "/" not in name and name not in (*cls.per_client_server_state, "slot")]
     for name in server:
         if name not in new:
@@ -396,7 +467,7 @@ def _score(cls: type[Algorithm], seen: Seen, given: Any, found: object, hook: st
     rows = next((given_[name].shape[0] for given_ in given[:2] for name in cls.tables if name in given_), None)
     expected = f"[{rows}], a number for each of the {rows} items" if rows is not None else "[K], a number for each item"
     if not isinstance(found, Tensor):
-        raise fault(cls, hook, f"{hook} returned {_kind(found)}; expected a tensor of shape {expected}")
+        raise fault(cls, hook, f"{hook} returned {kind(found)}; expected a tensor of shape {expected}")
     if found.dim() != 1 or (rows is not None and len(found) != rows):
         raise fault(cls, hook, f"{hook} returned shape {list(found.shape)}; expected {expected}")
     values = _values(found)
@@ -416,8 +487,12 @@ CHECKS: dict[str, Callable[..., None]] = {
     "upload": _upload,
     "keep": _keep,
     "aggregate": _aggregate,
-    "choose": _choose,
-    "bits": _bits,
+    "choose": check_choose,
+    "bits": check_bits,
+    "travels_whole": check_travels,
+    "extra": check_extra,
+    "cohort": check_cohort,
+    "epoch": check_epoch,
     "score": _score,
 }
 """what is looked at in each function's answer"""

@@ -21,12 +21,12 @@ from fedbench.data.sampling import Samples, cohort_of, pool_of, sample_round, wi
 from fedbench.data.split import TRAIN, Split
 from fedbench.errors import FedbenchError, NotFinite, UsageError
 from fedbench.simulation import kernel_check, workers
-from fedbench.simulation.answers_checked import chosen_cohort
 from fedbench.simulation.channel import Hop, Trip, channel, ordered
 from fedbench.simulation.client_store import ClientStore, fits, room_for
 from fedbench.simulation.derived import Usual
 from fedbench.simulation.engine import Engine, Round
 from fedbench.simulation.failures import Failures
+from fedbench.simulation.plain_answers import chosen_cohort
 from fedbench.simulation.scoring import Evaluator
 
 COUNTED = ("dropped", "stragglers", "rejected")
@@ -197,6 +197,7 @@ class Federation:
         draw = Draw(self.seed, self.round, None, engine.dtype, engine.device)
         kernel_check.pooled(engine, algorithm, self.server, pool, draw)
         server, loss = algorithm.epoch(self.server, pool, draw, engine.derived is not None and not engine.derived.off)
+        loss = torch.as_tensor(loss)
         try:
             finite({"loss": loss, **server})
         except NotFinite as error:

@@ -122,7 +122,9 @@ def step(
 
 def clipped(gradient: Tensors, limit: float, real: Tensors) -> Tensors:
     """Each client's gradient over all names scaled down to norm `limit`, as torch.nn.utils.clip_grad_norm_; padding does not count."""
-    squares = [(g * g).flatten(2).sum(2) * real[name] if name in real else g * g for name, g in gradient.items()]
+    # a row may be one number: [C, T]
+    rows = {name: (g * g).flatten(2).sum(2) if g.dim() > 2 else g * g for name, g in gradient.items() if name in real}
+    squares = [rows[name] * real[name] if name in real else g * g for name, g in gradient.items()]
     norm = torch.stack([square.reshape(len(square), -1).sum(1) for square in squares]).sum(0).sqrt()
     factor = (limit / (norm + 1e-6)).clamp(max=1)
     return {name: g * factor.view(-1, *[1] * (g.dim() - 1)) for name, g in gradient.items()}

@@ -101,7 +101,7 @@ def pooled(engine: Engine, algorithm: Central, server: Tensors, pool: Pool, draw
 
     def outcome(one: Engine) -> Tensors:
         found, loss = algorithm.epoch(in_type(model, one.dtype), few._replace(label=few.label.to(one.dtype)), draw, one.derived is not None)
-        return {**{name: value for name, value in found.items() if "/" not in name}, "loss": loss}
+        return {**{name: value for name, value in found.items() if "/" not in name}, "loss": torch.as_tensor(loss)}
 
     compare(engine, outcome, model)
 

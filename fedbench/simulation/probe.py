@@ -21,13 +21,15 @@ import torch
 
 from fedbench.contract.algorithm import Algorithm
 from fedbench.contract.dataset import Interactions
-from fedbench.contract.plugin_errors import Misuse, PluginError, blame
+from fedbench.contract.plugin_errors import LONGEST, Misuse, PluginError, blame, fault
 from fedbench.data.protocol import PRESETS
 from fedbench.data.split import Split, split
 from fedbench.errors import FedbenchError
 from fedbench.simulation import workers
-from fedbench.simulation.answers_checked import checked, look_back
+from fedbench.simulation.answers_checked import checked, is_sound, look_back
+from fedbench.simulation.asked_again import ask
 from fedbench.simulation.federation import Federation
+from fedbench.simulation.plain_answers import is_whole
 
 log = logging.getLogger("fedbench")
 
@@ -77,15 +79,30 @@ def rehearse(algorithm: Algorithm, dtype: torch.dtype, clients: int, items: int)
         items += 2
     few: dict[str, Any] = {"local_epochs": min(algorithm.local_epochs, 2)}
     few |= {} if algorithm.clients_per_round is None else {"clients_per_round": min(algorithm.clients_per_round, clients)}
+    if not isinstance(algorithm.predicts_ratings, bool):
+        raise fault(type(algorithm), "predicts_ratings", f"predicts_ratings must be True or False, not {algorithm.predicts_ratings!r}")
+    if not is_whole(algorithm.samples_a_step, 1):
+        said = f"samples_a_step must be a whole number over 0, not {algorithm.samples_a_step!r}"
+        raise fault(type(algorithm), "samples_a_step", said)
     shown, seen = checked(algorithm if not algorithm.federated else replace(algorithm, **few))
     federation = Federation.start(shown, tiny(clients, items, shown.predicts_ratings), 0, dtype=dtype, kernel="off", compile=False)
     federation.engine = federation.engine.twin(kernels=False)
     federation.evaluator = copy.copy(federation.evaluator)
-    for _ in range(2):
-        federation.next_round()
-        federation.outcome()
-        federation.readings()
+    try:
+        for _ in range(2):
+            federation.next_round()
+            federation.outcome()
+            federation.readings()
+    except (FedbenchError, MemoryError):
+        raise
+    except Exception as error:
+        if blame(error) is not None or is_sound(type(algorithm)) or not seen.last:
+            raise
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST]
+        raise fault(type(algorithm), seen.last, f"the engine cannot use what {seen.last} returned: {said}") from error
     look_back(algorithm, seen)
+    if not is_sound(type(algorithm)):
+        ask(algorithm, federation)
 
 
 def _numbers(value: object) -> tuple[object, ...]:

@@ -98,14 +98,17 @@ def summed(
     module: fx.GraphModule, sums: list[fx.Node], leaves: Mapping[Key, Tensor], lines: trace.Lines, names: list[str]
 ) -> tuple[Graph, dict[str, Value]]:
     """The graph of the sums alone; NotLinear if samples of one item may not be taken together."""
-    # a copy, for `rest_of` reads the record too
+    # a copy, for `rest_of` reads the record too, and of what the sums need alone: what torch does for its own sake, such as to look
+    # whether a system of equations could be solved, belongs to the rest
+    needed = {*sums}
+    for node in reversed(module.graph.nodes):
+        needed |= {*node.all_input_nodes} if node in needed else set()
     alone, known = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:
-        if node.op != "output":
+        if node.op == "placeholder" or node in needed:
             known[node] = alone.node_copy(node, known.__getitem__)
     alone.output(tuple(known[node] for node in sums))
     other = fx.GraphModule(module, alone)
-    other.graph.eliminate_dead_code()
     graph, values = trace.Translation(other, leaves, lines, Graph()).translate(names)
     # for its proof alone: it raises NotLinear
     Degrees().needs_all_rows(values)
