@@ -69,6 +69,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--help"]) == 0
 
 
+@pytest.mark.long
 def test_all_in_processes_and_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, page = tmp_path / "bench.json", tmp_path / "page.md"
     page.write_text(f"# Speed\n{BEGIN}\nold\n{END}\nmore\n")

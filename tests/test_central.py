@@ -39,8 +39,12 @@ ROUNDS = 3
 MF = CentralMF(dim=6, batch_size=100, lr=0.02, l2=0.003, init_scale=0.3)
 NCF = CentralNCF(dim=4, layers=(8, 6, 3), batch_size=100, lr=0.02, l2=0.003, init_scale=0.3)
 ALS = CentralALS(dim=6, a0=0.2, l2=0.05)
-CENTRAL = [pytest.param(method, id=method.name) for method in (MF, NCF, ALS)]
-DESCENT = [pytest.param(method, kernel, id=f"{method.name}-{kernel}") for method in (MF, NCF) for kernel in ("auto", "off")]
+CENTRAL = [pytest.param(method, id=method.name, marks=[pytest.mark.long] * (method is NCF)) for method in (MF, NCF, ALS)]
+DESCENT = [
+    pytest.param(method, kernel, id=f"{method.name}-{kernel}", marks=[pytest.mark.long] * (method is NCF and kernel == "auto"))
+    for method in (MF, NCF)
+    for kernel in ("auto", "off")
+]
 
 
 def start(method: Central, dtype: torch.dtype = torch.float64, kernel: str = "auto") -> Federation:

@@ -413,8 +413,8 @@ def test_a_flag_of_another_algorithm_says_whose(fails: Fails) -> None:
 @pytest.mark.parametrize(
     ("field", "says"),
     [
-        ("seed: int = 0", "its field 'seed' is a flag of every run too"),
-        ("config: int = 0", "its field 'config' is a flag of every run too"),
+        ("seed: int = 0", "the field 'seed' is a flag of every run too"),
+        ("config: int = 0", "the field 'config' is a flag of every run too"),
         ("pairs: dict[str, int] | None = None", "cannot be a flag's type"),
         ("either: int | str = 0", "cannot be a flag's type"),
         ("odd: Nowhere = 0", "the type of a field cannot be read"),

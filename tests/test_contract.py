@@ -273,6 +273,7 @@ def test_the_cases_differ_from_each_other() -> None:
     assert len({round(float(table.norm()), 9) for table in kept}) >= len(EVERY) - 2  # SendsBoth and KeepsHead train as others do
 
 
+@pytest.mark.long
 @pytest.mark.kernels
 def test_rates_for_each_name_come_from_one_gradient() -> None:
     """Two phases would take the second gradient after the first step."""

@@ -269,6 +269,7 @@ class Categories(Plain):
         return {**server, **super().aggregate(server, uploads, draw)}
 
 
+@pytest.mark.long
 def test_whole_numbers_of_items_pick_rows_of_tensors(monkeypatch):
     algorithm = Categories(moves=(Phase(("user", "items", "kinds", "bias"), 0.05),))
     said, apart = ways(algorithm, monkeypatch, gather=True, both=True)

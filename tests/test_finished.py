@@ -158,6 +158,7 @@ def test_several_runs_go_on_after_ctrl_c(
     assert "already holds the mean of several runs" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_jobs_go_on_after_a_kill(tmp_path: Path) -> None:
     """Of two seeds one is finished when all are killed; the other alone is started again."""
     words = f"{FEDMF} --seeds 0-1 --jobs 1"

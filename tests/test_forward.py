@@ -169,7 +169,10 @@ BUILT_IN = [
 ]
 
 
-@pytest.mark.parametrize(("name", "fields"), BUILT_IN, ids=lambda given: given if isinstance(given, str) else ",".join(given) or "default")
+SOME = [pytest.param(*case, marks=[pytest.mark.long] * (at % 2)) for at, case in enumerate(BUILT_IN)]
+
+
+@pytest.mark.parametrize(("name", "fields"), SOME, ids=lambda given: given if isinstance(given, str) else ",".join(given) or "default")
 def test_built_ins_are_scored_by_kernels(name: str, fields: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "fedbench")
     model = algorithm(name)(**fields)

@@ -137,6 +137,7 @@ def test_built_ins_have_kernels_and_equal_their_own_code(name: str) -> None:
     torch.testing.assert_close(numbers(BUILT_IN[name], "auto"), numbers(BUILT_IN[name], "off"), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "body",
     [

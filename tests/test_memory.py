@@ -98,6 +98,7 @@ def package(tmp_path: Path) -> Path:
     return place
 
 
+@pytest.mark.long
 def test_a_read_only_installation_compiles_into_the_users_cache_and_once(tmp_path: Path, package: Path) -> None:
     """`warm` leaves all that the next run needs: that run compiles nothing, and says nothing of it."""
     for name in ("algorithms", "datasets"):

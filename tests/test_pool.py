@@ -101,6 +101,7 @@ def test_jobs_end_with_a_killed_parent(tmp_path: Path) -> None:
     wait_for(gone)
 
 
+@pytest.mark.long
 def test_seeds_at_once_give_what_seeds_in_turn_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, words in (("turn", []), ("once", ["--jobs", "2", "--threads", "1"])):
         assert cli.main([*SEEDS, *words, "--out", str(tmp_path / name)]) == 0

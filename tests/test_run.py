@@ -114,6 +114,7 @@ def test_threads_and_blocks_do_not_matter(tmp_path: Path) -> None:
     assert_same_metrics(carry_out(f"{FEDEM} --block-rows 300", tmp_path / "300"), expected)
 
 
+@pytest.mark.long
 @pytest.mark.kernels
 def test_kernels_do_not_matter(tmp_path: Path) -> None:
     """In float64: without kernels sums run in another order, and Adam magnifies the last digit of a float32."""

@@ -193,6 +193,7 @@ def test_killed_at_any_moment_it_goes_on(swept: tuple[Path, str, str], tmp_path:
     assert {key: times(tmp_path / "s")[key] for key in done} == done
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_the_points_and_keeps_their_state(tmp_path: Path) -> None:
     line = [*LINE, "-e", "1", "2", "--no-mlflow", "--out", str(tmp_path / "s"), "--jobs", "2"]
     slow = [word if word != "2" or line[place - 1] != "--rounds" else "100000" for place, word in enumerate(line)]

@@ -163,6 +163,7 @@ def python(words: list[str], **how: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, text=True, check=False, **how)  # type: ignore[call-overload, no-any-return]
 
 
+@pytest.mark.long
 def test_a_closed_standard_output_and_one_that_knows_ascii_alone(tmp_path: Path) -> None:
     data = "--dataset synthetic --users 30 --items 150 --interactions 12 --eval-negatives 50 --rounds 1 --no-mlflow --quiet --threads 1"
     words = ["train.py", "--algo", "popularity", "--kernel", "off", *data.split(), "--seeds", "0-1", "--out", str(tmp_path / "r")]

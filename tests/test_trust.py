@@ -134,6 +134,7 @@ def test_a_runs_folder_is_somebody_elses_file(place: Place, monkeypatch: pytest.
     assert ask("evaluate", "--run", out)[0] == 0
 
 
+@pytest.mark.long
 def test_runs_in_processes_of_their_own_know_it_where_nothing_can_be_remembered(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     state = place.folder / "state"
     state.write_text("in the way")

@@ -281,6 +281,7 @@ def test_a_killed_worker_and_another_number_of_them(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "fewer", tmp_path / "steady")
 
 
+@pytest.mark.long
 def test_three_workers_and_mail_that_waits_for_another_number_of_them(tmp_path: Path) -> None:
     """40 of 60 clients take part in a round, and half of those are mixed for: many mixtures lie in each checkpoint."""
     words = f"{KILLED} --agg-ratio 0.5 --keep-state best"
@@ -299,6 +300,7 @@ def test_three_workers_and_mail_that_waits_for_another_number_of_them(tmp_path: 
     assert_same_run(tmp_path / "again", tmp_path / "steady")
 
 
+@pytest.mark.long
 def test_clients_in_files_of_any_number_of_workers(tmp_path: Path) -> None:
     """Each worker's clients and per-client server state lie in a file; checkpoints go from two workers to three, and to memory and back."""
     words, out = f"{KILLED} --agg-ratio 0.5", tmp_path / "again"
