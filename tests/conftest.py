@@ -32,8 +32,16 @@ os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="fedbench-state-")
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 
+SECOND = ("FedEMPublished", "FedReconBySGD", "FedRecMFImplicit", "FedCA", "FedCIA", "FedNCF", "LightFR", "FedFast", "GPFedRec", "CoLR")
+"""methods whose clients train much as those of another method do: their kernels are compared with the loop in the long form"""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What waits long for processes comes first: at the end the other workers would have nothing to do meanwhile."""
+    for item in items:
+        if item.name.endswith("auto]") and getattr(item.parent, "name", "").removeprefix("Test") in SECOND:
+            item.add_marker(pytest.mark.long)
     items.sort(key=lambda item: item.path.stem not in ("test_workers", "test_kills", "test_copier", "test_tracking", "test_finished"))
 
 

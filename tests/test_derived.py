@@ -177,7 +177,7 @@ def ways(
 
 EVERY_WAY = [pytest.param("adam", "both", marks=pytest.mark.long), ("all", "gather"), pytest.param("all", "dense", marks=pytest.mark.long)]
 """rows are held in two ways, whatever the optimizer"""
-CATCHES_UP = [("two phases", "late"), pytest.param("adamw", "late", marks=pytest.mark.long)]
+CATCHES_UP = [pytest.param(optimizer, "late", marks=pytest.mark.long) for optimizer in ("two phases", "adamw")]
 
 
 @pytest.mark.parametrize(("optimizer", "how"), EVERY_WAY + CATCHES_UP)

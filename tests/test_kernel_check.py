@@ -113,7 +113,7 @@ def numbers(algorithm: Algorithm, kernel: str) -> dict[str, Tensor]:
     }
 
 
-SHORT = ("fedmf", "fedem", "fedrecon", "central_mf")
+SHORT = ("fedmf", "fedrecon", "central_mf")
 """built-ins of every kind; the others are compared in test_algorithms.py too"""
 MATRIX = [("fedmf", hook) for hook in HOOKS] + [("fedrecon", "solve")]
 LONG = [("fedrecon", "stages"), ("fedrecon", "score"), ("fedrecon", "receive"), ("fedem", "loss"), ("local", "receive")]

@@ -377,7 +377,7 @@ def test_resume_refuses_another_configuration(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.kernels
 def test_ctrl_c_in_a_real_process(tmp_path: Path) -> None:
-    words = f"{FEDEM} --rounds 250 -e 1 --eval-every 100"
+    words = f"{FEDEM} --kernel off --rounds 250 -e 1 --eval-every 100"
     command = [sys.executable, str(ROOT / "train.py"), *words.split(), "--out", str(tmp_path / "r")]
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
     metrics = tmp_path / "r" / "metrics.jsonl"

@@ -55,7 +55,7 @@ OFF = "--kernel off"
 FEDEM = "--algo fedem --adapter 16,8,1 -e 2"
 RUNS = {
     "fedmf": "--algo fedmf --rounds 3 --keep-state best",
-    "fedem": f"{FEDEM} -n 40 --rounds 4",
+    "fedem": f"{FEDEM} -n 40 --rounds 4 {OFF}",
     "everybody": f"{FEDEM} --rounds 3 --similarity cos --no-exclude-self {OFF}",
     "picked": f"{FEDEM} -n 40 --agg-ratio 0.3 --rounds 5 --keep-state best {OFF}",
     "few": f"{FEDEM} -n 3 --agg-ratio 0.7 --rounds 6 --keep-state last {OFF}",
