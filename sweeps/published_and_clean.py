@@ -95,9 +95,9 @@ def cells(datasets: Iterable[str], seed: int) -> list[Cell]:
     return list({cell.key: cell for cell in found}.values())
 
 
-def missing(found: dict[str, Any], datasets: Iterable[str], seed: int) -> list[Cell]:
-    """What is still to be run with a seed; seeds after 0 only where the run of seed 0 was short."""
-    todo = [cell for cell in cells(datasets, seed) if cell.key not in found]
+def missing(found: dict[str, Any], datasets: Iterable[str], seed: int, hours: float = 0.0) -> list[Cell]:
+    """What is still to be run with a seed, and what was left out but takes at most `hours`; seeds after 0 only where seed 0's was short."""
+    todo = [cell for cell in cells(datasets, seed) if cell.key not in found or found[cell.key].get("hours", float("inf")) <= hours]
     return [cell for cell in todo if not seed or found.get(cell._replace(seed=0).key, {}).get("seconds", LONG) < LONG]
 
 
@@ -155,7 +155,7 @@ def study(datasets: Iterable[str], jobs: int, hours: float) -> dict[str, Any]:
     """Measure what is missing, `jobs` runs at a time; a run that fails is named, and the others go on."""
     found = read()
     for seed in SEEDS:
-        todo = missing(found, datasets, seed)
+        todo = missing(found, datasets, seed, hours)
         # a fresh process a run: what one leaves behind cannot reach the next
         with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
             running: dict[Future[dict[str, Any]], Cell] = {}
