@@ -60,7 +60,7 @@ setup: .venv/ready
 .venv/ready: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
 	test -x $(PY) || $(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check --requirement requirements.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
 	-$(PY) -m fedbench fetch filmtrust ml-100k ml-1m lastfm-2k
 	touch $@
 

@@ -47,6 +47,7 @@ def test_the_same_call_finds_the_finished_run(result: fedbench.Result) -> None:
     assert again.test == result.test and (result.folder / "summary.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.long
 def test_several_seeds_and_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     several = fedbench.run("popularity", seeds=range(2), **SMALL)

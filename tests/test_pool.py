@@ -115,6 +115,7 @@ def test_seeds_at_once_give_what_seeds_in_turn_give(tmp_path: Path, capsys: pyte
     assert f"± {once['std']['test']['hr_10']:.4f}  [{low:.4f}, {high:.4f}]" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_seed_that_fails_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*SEEDS, "-n", "999", "--jobs", "2", "--out", str(tmp_path / "s")]) == 2  # both were told wrongly
     said = capsys.readouterr().err

@@ -144,6 +144,7 @@ def refuse_tags(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(mirror_process.import_client(), "set_experiment_tag", refuse)
 
 
+@pytest.mark.long
 def test_the_next_call_does_what_is_missing_and_nothing_else(
     swept: tuple[Path, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
