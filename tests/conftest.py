@@ -33,7 +33,8 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 
 SECOND = ("FedEMPublished", "FedReconBySGD", "FedRecMFImplicit", "FedCA", "FedCIA", "FedNCF", "LightFR", "FedFast", "GPFedRec", "CoLR")
-"""methods whose clients train much as those of another method do: their kernels are compared with the loop in the long form"""
+"""methods whose kernels are compared with the loop in the long form alone, for each takes ten seconds to compile; their own code is
+compared at every push"""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -47,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def little_looking_for_garbage() -> None:
-    """What was imported stays, and a compiler makes millions of small objects: looking through all of them takes a tenth of the time."""
+    """What was imported stays, and a compiler makes millions of small objects: looking through all of them takes long."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
 

@@ -94,7 +94,8 @@ def cases() -> Iterator[Case]:
 
 
 BY_KERNEL = ("fedmf", "fedrecon")
-"""methods of which CI runs the first variant by kernel as well; the common tests compare all methods' kernels with a loop"""
+"""methods of which CI runs the first variant by kernel as well;
+the common tests compare all methods' kernels with a loop, those of some in the long form alone"""
 
 
 def short_cases() -> list[Case]:

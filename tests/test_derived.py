@@ -198,7 +198,7 @@ TOGETHER = (
 )
 """losses that are added up: one kernel takes as long to compile as all of them"""
 SHORT = TOGETHER[:2] + TOGETHER[4:5]
-"""those that are tested at every push; random graphs have most of the others' operations too"""
+"""those that are tested at every push; the others are in the long form"""
 
 
 def test_every_loss_is_in_a_sum():

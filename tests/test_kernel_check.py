@@ -114,7 +114,7 @@ def numbers(algorithm: Algorithm, kernel: str) -> dict[str, Tensor]:
 
 
 SHORT = ("fedmf", "fedrecon", "central_mf")
-"""built-ins of every kind; the others are compared in test_algorithms.py too"""
+"""built-ins of three kinds; the others are in the long form, and test_algorithms.py compares most with the loop"""
 MATRIX = [("fedmf", hook) for hook in HOOKS] + [("fedrecon", "solve")]
 LONG = [("fedrecon", "stages"), ("fedrecon", "score"), ("fedrecon", "receive"), ("fedem", "loss"), ("local", "receive")]
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fedbench.kernels.compiler.operations import taken_apart
-from fedbench.kernels.compiler.record import record
-from fedbench.kernels.compiler.trace import slopes
+from fedbench.kernels.compiler.record import record, slopes
 
 X, Y = torch.arange(12.0, dtype=torch.float64).reshape(4, 3) / 7, torch.ones(3, 2, dtype=torch.float64) / 3
 
@@ -71,10 +70,10 @@ def test_recording_a_gradient_loads_no_compiler_of_torch() -> None:
 import sys
 import torch
 from fedbench.contract.algorithm import Batch, bce
-from fedbench.kernels.compiler import trace
+from fedbench.kernels.compiler import record, trace
 leaves = {("held", "x"): trace.example((4,)), ("sent", "x"): trace.example((4,))}
 def loss(x, y):
-    return trace.slopes(lambda part: torch.nn.functional.logsigmoid(part["x"] * y).sum(), {"x": x})[0].values()
+    return record.slopes(lambda part: torch.nn.functional.logsigmoid(part["x"] * y).sum(), {"x": x})[0].values()
 trace.trace(lambda x, y: [*loss(x, y)], leaves, ["x"])
 print([name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules])
 """

@@ -22,6 +22,7 @@ from fedbench.kernels.compiler.expressions import Constants
 from fedbench.kernels.compiler.graph import Graph, Value
 from fedbench.kernels.compiler.indices import LANE
 from fedbench.kernels.compiler.keeping import kept
+from fedbench.kernels.compiler.record import slopes
 from fedbench.kernels.compiler.schedule import reached
 from fedbench.kernels.compiler.spread import BatchGraph
 from fedbench.kernels.compiler.step import Step
@@ -312,8 +313,8 @@ def gradient_graph(
     def function(*tensors: Tensor) -> list[Tensor]:
         mine, theirs, batch = given_to_client(dict(zip(leaves, tensors, strict=True)))
         part = {name: mine[name] for name in phase.names}
-        slopes, value = trace.slopes(lambda part: algorithm.loss({**mine, **part}, theirs, batch), part)
-        return [*(slopes[name] for name in phase.names), value]
+        found, value = slopes(lambda part: algorithm.loss({**mine, **part}, theirs, batch), part)
+        return [*(found[name] for name in phase.names), value]
 
     graph, outputs = trace.trace(function, leaves, [*phase.names, "loss"], within)
     return graph, {name: together(graph, v) if v.lane else v for name, v in outputs.items()}

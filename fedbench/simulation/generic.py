@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from fedbench.contract.algorithm import Batch, Phase, Tensors
+from fedbench.kernels.compiler.record import slopes
 from fedbench.kernels.optimizers import BETA1, BETA2, EPSILON
 
 Moments = dict[str, tuple[Tensor, Tensor]]
@@ -27,12 +28,7 @@ def gradients(loss: Callable[..., Tensor], part: Tensors, *given: Any) -> tuple[
 
     The gradient of torch.func would do the same, but takes a second to load.
     """
-    leaves = {name: value.detach().requires_grad_() for name, value in part.items()}
-    losses = vmap(loss)(leaves, *given)
-    if not losses.requires_grad:
-        return {name: torch.zeros_like(value) for name, value in part.items()}, losses
-    found = torch.autograd.grad(losses.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
-    return dict(zip(leaves, found, strict=True)), losses.detach()
+    return slopes(lambda leaves: vmapped(loss, leaves, *given), part)
 
 
 def mapped_gradients(loss: Callable[..., Tensor], part: Tensors, *given: Any) -> tuple[Tensors, Tensor]:

@@ -1,4 +1,4 @@
-"""A process that runs trials: `python -m fedbench.tuning.worker CONFIG ALGO FOLDER`, started by `search.Workers`.
+"""A process that runs trials: `python -m fedbench.tuning.worker CONFIG ALGO FOLDER`, started by `workers.Workers`.
 
 It loads the data once. Orders and answers are lines of JSON, see `main`; what a method prints goes to the log.
 """

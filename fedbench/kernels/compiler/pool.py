@@ -20,6 +20,7 @@ from fedbench.kernels.compiler import build, trace
 from fedbench.kernels.compiler.expressions import Constants
 from fedbench.kernels.compiler.graph import Graph, Value, source
 from fedbench.kernels.compiler.indices import LANE
+from fedbench.kernels.compiler.record import slopes
 from fedbench.kernels.compiler.step import Step
 from fedbench.kernels.compiler.weights import Degrees, NotLinear
 from fedbench.kernels.optimizers import BETA1, BETA2, TINY
@@ -109,8 +110,8 @@ def gradient_graph(objective: Objective, shapes: Mapping[str, tuple[int, ...]]) 
             both[:] = objective(rest, part["user"], part["items"], given["sample", "label"], given["sample", "weight"])
             return both[0]
 
-        slopes, _ = trace.slopes(of, part)
-        return [*(slopes[name] for name in shapes), both[1]]
+        found, _ = slopes(of, part)
+        return [*(found[name] for name in shapes), both[1]]
 
     return trace.trace(function, leaves, [*shapes, "loss"])
 

@@ -87,7 +87,8 @@ class Recorder(TorchDispatchMode):
                 if isinstance(one, Tensor):
                     part = self.graph.call_function(operator.getitem, (node, place))
                     part.meta["val"] = one.detach()
-                    self.varying |= {part} & ({part} if node in self.varying else set())
+                    if node in self.varying:
+                        self.varying.add(part)
                     self.knows(one, part)
         return found
 
@@ -106,10 +107,11 @@ def record(function: Callable[..., Sequence[Any]], tensors: Sequence[Tensor], ap
 
 
 def slopes(of: Callable[[dict[str, Tensor]], Tensor], part: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-    """The gradient of a function of named tensors, and its value."""
+    """The gradient of a function of named tensors, and its value; of a function of several values that of their sum."""
     leaves = {name: value.detach().requires_grad_() for name, value in part.items()}
     value = of(leaves)
     if not value.requires_grad:
         return {name: torch.zeros_like(one) for name, one in part.items()}, value
-    found = torch.autograd.grad(value, [*leaves.values()], allow_unused=True, materialize_grads=True)
-    return dict(zip(leaves, found, strict=True)), value
+    total = value.sum() if value.dim() else value
+    found = torch.autograd.grad(total, [*leaves.values()], allow_unused=True, materialize_grads=True)
+    return dict(zip(leaves, found, strict=True)), value.detach()

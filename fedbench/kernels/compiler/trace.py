@@ -36,7 +36,6 @@ from fedbench.kernels.compiler.operations import (
     taken_apart,
 )
 from fedbench.kernels.compiler.record import record
-from fedbench.kernels.compiler.record import slopes as slopes
 from fedbench.kernels.compiler.weights import PLAIN, Degrees, NotLinear
 
 aten = torch.ops.aten
